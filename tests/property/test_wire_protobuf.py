@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
-from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
+from paceline.core.run_record.run_events import (
+    EndEvent,
+    NoticeEvent,
+    PhaseEvent,
+    RunEvent,
+    StepEvent,
+    ValidationEvent,
+)
 from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, controller_pb2, reward_pb2
 from paceline.wire.calls import protobuf
@@ -39,6 +46,7 @@ counts = st.integers(0, 2**63 - 1)
 run_events = st.one_of(
     st.builds(PhaseEvent, step=counts, phase=domain.names, admitted=counts, wanted=counts),
     st.builds(StepEvent, step=counts, metrics=st.dictionaries(domain.names, domain.finite)),
+    st.builds(ValidationEvent, step=counts, metrics=st.dictionaries(domain.names, domain.finite)),
     st.builds(NoticeEvent, message=domain.texts),
     st.builds(EndEvent, ok=st.booleans(), message=domain.texts),
 )

@@ -25,6 +25,7 @@ from paceline.core.errors import (
     VersionMismatchError,
 )
 from paceline.core.guard import Adjustments, Reading
+from paceline.core.ids import Purpose
 from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.run_record.manifest import MANIFEST, manifest_text
@@ -80,6 +81,7 @@ class FakeServices:
         has_blob: whether the broker has the blob with this key.
         may_end: whether a group that is begun may end, or waits for new weights; None without
             `rollout.in_flight`.
+        validators: the validation servers.
     """
 
     def __init__(self) -> None:
@@ -103,6 +105,7 @@ class FakeServices:
         self.restarted: Callable[[str], None] = lambda reason: None
         self.has_blob: Callable[[str], bool] = lambda key: True
         self.may_end: Callable[[PromptGroup], bool] | None = None
+        self.validators: set[str] = set()
         self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
 
     @property
@@ -327,7 +330,8 @@ async def answer_prompts(
     if services.may_end is not None:
         await answer_in_flight(broker, run_id, services, services.may_end, answer, may_answer)
     while True:
-        version = max((policy.version for policy in services.policies.values()), default=None)
+        serving = {n: p.version for n, p in services.policies.items() if n not in services.validators}
+        version = max(serving.values(), default=None)
         if version is None or not may_answer():
             await asyncio.sleep(0.005)
             continue
@@ -335,12 +339,35 @@ async def answer_prompts(
             broker, names.prompts(run_id, version), names.ROLLOUT_GROUP, "fake", block_s=0.02
         ) as box:
             entries = await box.take()
+            if entries and not may_answer():
+                await box.give_back(entries)
+                continue
             for entry in entries:
                 group = decode_prompt_group(entry.payload)
-                await broker.append(
-                    [_message(run_id, group, i, answer) for i in reversed(range(group.num_samples))]
-                )
+                beside = bool(services.validators)
+                samples = reversed(range(group.num_samples))
+                await broker.append([_message(run_id, group, i, answer, beside=beside) for i in samples])
             await box.done(entries)
+
+
+async def answer_validations(
+    broker: Broker, run_id: str, services: FakeServices, answer: Answer, may_answer: Callable[[int], bool]
+) -> None:
+    """Answers, as validation servers, prompts for those of their versions that they may answer."""
+    while True:
+        await asyncio.sleep(0.002)
+        policies = {name: services.policies.get(name) for name in services.validators}
+        for name, policy in policies.items():
+            if policy is None or not may_answer(policy.version):
+                continue
+            stream = names.val_prompts(run_id, policy.version)
+            async with Mailbox(broker, stream, names.ROLLOUT_GROUP, name, block_s=0.0) as box:
+                entries = await box.take()
+                for group in (decode_prompt_group(entry.payload) for entry in entries):
+                    assert group.policy == policy
+                    samples = reversed(range(group.num_samples))
+                    await broker.append([_message(run_id, group, i, answer, beside=True) for i in samples])
+                await box.done(entries)
 
 
 async def answer_in_flight(
@@ -396,10 +423,18 @@ def _ranges(policies: Sequence[PolicyTag]) -> tuple[PolicyRange, ...]:
 
 
 def _message(
-    run_id: str, group: PromptGroup, index: int, answer: Answer, policies: Sequence[PolicyTag] = ()
+    run_id: str,
+    group: PromptGroup,
+    index: int,
+    answer: Answer,
+    policies: Sequence[PolicyTag] = (),
+    *,
+    beside: bool = False,
 ) -> Outgoing:
     policies = policies or (group.policy,)
     stream, answered = names.scored(run_id), answer(group, index)
+    if beside and group.purpose == Purpose.VALIDATE:
+        stream = names.val_scored(run_id, group.policy.version)
     if isinstance(answered, GroupRefusal):
         return Outgoing(stream=stream, payload=encode_group_refusal(answered))
     key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,11 @@ async def live(
     answer: Answer,
     kill: tuple[int, bool] | None = None,
     keep: Set[asyncio.Task[Any]] = frozenset(),
+    prepare: Callable[[SequencerRun], None] = lambda it: None,
 ) -> bool:
     """One life of a controller; returns whether it reached the end. Tasks in `keep` outlive it."""
     async with run_of(cfg, folder, fakes, broker) as it:
+        prepare(it)
         if kill is not None:
             kill_at(it, kill[0], written=kill[1])
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.controller.app import validation_collector
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
@@ -39,7 +41,7 @@ from paceline.core.samples.trajectory import RewardContext
 from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.rollout.states import RolloutStatus
-from support.fake_fleet import Answer, FakeServices, answer_prompts, score_all
+from support.fake_fleet import Answer, FakeServices, answer_prompts, answer_validations, score_all
 
 RUN = "r"
 
@@ -114,6 +116,9 @@ class SequencerRun:
         clock, events = SystemClock(), EventHub()
         self.notices: list[str] = []
         self.may_answer: Callable[[], bool] = lambda: True
+        self.may_validate: Callable[[int], bool] = lambda version: True
+        servers = range(cfg.rollout.training_servers, cfg.rollout.replicas)
+        self.services.validators = {f"rollout-{i}" for i in servers if cfg.validates_beside}
         events.notice = self.notices.append  # type: ignore[method-assign]
         self.journal = Journal(folder / "events.jsonl", clock)
         self.run = run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
@@ -127,9 +132,10 @@ class SequencerRun:
         rollout: Any = self.services.rollout
         epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone, term=0)
         self.turns = turns_of(run, self.supervisor, self.services)
+        self.progress = progress = Progress(run)
         self.sequencer = Sequencer(
             run,
-            Progress(run),
+            progress,
             inputs=inputs,
             collector=Collector(
                 run,
@@ -145,6 +151,7 @@ class SequencerRun:
             guard=self.guard,
             turns=self.turns,
             flow=load_dataflow(cfg),
+            collector_of=functools.partial(validation_collector, run, progress, broker),
         )
 
     async def wait_for_services(self) -> None:
@@ -167,26 +174,40 @@ class SequencerRun:
             num_ranks=1,
             state=state,
             policy=policy,
+            validates=member_id in self.services.validators,
         )
         await self.supervisor.apply(changes)
 
     async def enlist_all(self) -> None:
         await self.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
         await self.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
-        for i in range(2):
+        for i in range(max(2, self.config.rollout.replicas)):
             await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
+
+    async def lose(self, member_id: str) -> None:
+        """A server's process ends."""
+        member = self.supervisor.fleet.get(member_id)
+        assert member is not None
+        self.services.standings.pop(member_id, None)
+        await self.supervisor.apply(self.supervisor.fleet.mark_dead(member, "killed"))
 
     async def go(self, answer: Answer = score_all, *, timeout_s: float = 300) -> None:
         answering = asyncio.create_task(
             answer_prompts(self.broker, RUN, self.services, answer, lambda: self.may_answer())
         )
+        validating = asyncio.create_task(
+            answer_validations(
+                self.broker, RUN, self.services, answer, lambda version: self.may_validate(version)
+            )
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await self.sequencer.run()
         finally:
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
+            for task in (answering, validating):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]

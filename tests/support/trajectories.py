@@ -36,10 +36,11 @@ def finished_sample(
     episode: EpisodeOutcome | None = None,
     num_patches: int = 0,
     val_set: str = "",
+    purpose: Purpose = Purpose.TRAIN,
 ) -> Outgoing:
     """The message, its blob included, that a rollout server appends for one sample."""
     trajectory_id = TrajectoryId(
-        step=step, purpose=Purpose.TRAIN.value, prompt_id=prompt_id, sample_index=sample_index
+        step=step, purpose=purpose.value, prompt_id=prompt_id, sample_index=sample_index
     )
     response = np.asarray(response_token_ids, dtype=np.int32)
     sampled = np.asarray(mask or [1] * len(response), dtype=np.uint8)

@@ -421,3 +421,23 @@ async def test_a_member_that_is_told_to_end_hears_whether_the_step_needs_it(benc
     # A member that the controller does not know registers first.
     answer = await bench.beat("rollout-7", "serving", stopping=True)
     assert (answer.known, answer.stay) == (False, False)
+
+
+async def test_validation_servers_are_known_as_such_and_refused_where_none_are_wanted(
+    bench: Bench, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="rollout-9 was started with --validates, and this run has no"):
+        await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-9", validates=True)
+    (tmp_path / "other").mkdir()
+    wanted = config(rollout__replicas=2, rollout__validation_servers=1)
+    async with made(tmp_path / "other", wanted) as other:
+        for name, validates in (("rollout-0", False), ("rollout-1", True)):
+            await other.register(
+                common_pb2.MEMBER_KIND_ROLLOUT, name, state="stale", address=name, validates=validates
+            )
+        supervisor = other.supervisor
+        assert [m.member_id for m in supervisor.rollouts] == ["rollout-0"]
+        assert [m.member_id for m in supervisor.validators] == ["rollout-1"]
+        with pytest.raises(ConfigError, match="rollout-0 is the last rollout member"):
+            supervisor.drain("rollout-0")
+        supervisor.drain("rollout-1")

@@ -66,6 +66,8 @@ class NotedView:
     def step(self, step: int, metrics: Metrics) -> None:
         self.steps.append(step)
 
+    def validation(self, step: int, metrics: Metrics) -> None: ...
+
     def notice(self, text: str) -> None:
         self.notices.append(text)
 

@@ -17,8 +17,12 @@ def options_of(*words: str) -> MemberOptions:
 def test_the_command_line() -> None:
     options = options_of("--controller", "host:1", "--member-id", "rollout-3")
     assert options == MemberOptions(controller="host:1", member_id="rollout-3", host="127.0.0.1", port=0)
+    assert not options.validates
+    assert options_of("--controller", "host:1", "--validates").validates
     with pytest.raises(SystemExit):
         options_of("--member-id", "rollout-3")
+    with pytest.raises(SystemExit):
+        MemberOptions.parse(["--validates"], prog="p", kind=MemberKind.REWARD, description="d")
 
 
 def test_the_environment_stands_in_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

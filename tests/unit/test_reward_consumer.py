@@ -434,3 +434,21 @@ async def test_of_an_episode_the_last_answer_is_scored_and_all_of_it_is_kept(ben
     (text,) = await bench.broker.get_blobs([header.text_key])
     assert text is not None
     assert text.decode() == "ab\u27e6xy\u27e7cde"
+
+
+async def test_scores_of_held_out_prompts_go_to_the_validation_of_their_version(bench: Bench) -> None:
+    """With validation servers, and only then."""
+    samples = [
+        finished_sample(RUN, 5, tokens("abc")),
+        finished_sample(RUN, 6, tokens("ab"), purpose=Purpose.VALIDATE),
+    ]
+    await bench.broker.append(samples)
+    beside = names.val_scored(RUN, POLICY.version)
+    async with bench.working(bench.make_consumer("reward-0", reports_beside=True)):
+        (trained,) = await bench.headers(1)
+        answered = await bench.broker.read_log(beside, after="0-0", max_entries=9, block_s=60)
+        assert trained.trajectory_id.prompt_id == 5
+        assert [scored_header(entry.payload).trajectory_id.prompt_id for entry in answered] == [6]
+    await bench.broker.append(samples)
+    async with bench.working():
+        assert {header.trajectory_id.prompt_id for header in await bench.headers(2)} == {5, 6}

@@ -271,3 +271,34 @@ async def test_a_probe_that_fails_is_an_answer() -> None:
         await b.ask(group(3))
         [refusal] = await b.refusals(1)
         assert (refusal.prompt_id, refusal.reason) == (3, "deadline")
+
+
+async def test_a_validation_server_answers_only_held_out_prompts_of_its_version() -> None:
+    limits = SamplerLimits.of(
+        config(
+            rollout__replicas=2,
+            rollout__validation_servers=1,
+            rollout__in_flight="keep",
+            rollout__sampler="batched",
+            barrier__mode="bounded",
+            barrier__max_staleness=1,
+            trainer__save_freq=0,
+            algorithm__rollout_correction={"method": "tis"},
+        ),
+        validates=True,
+    )
+    assert (limits.mixes_versions, limits.max_staleness) == (False, 0)
+    async with bench(limits=replace(LIMITS, validates=True, reports_beside=True)) as b:
+        await b.push(V1)
+        await b.ask(group(7, policy=V1))
+        held_out = group(8, policy=V1, samples=1, purpose=Purpose.VALIDATE)
+        unusable = replace(held_out, prompt_id=9, policy=replace(V1, digest="f" * 16))
+        stream = names.val_prompts(RUN, 1)
+        for asked in (held_out, unusable):
+            await b.broker.append([Outgoing(stream=stream, payload=encode_prompt_group(asked))])
+        (header,) = await b.headers(1)
+        assert (header.trajectory_id.prompt_id, header.policy) == (8, V1)
+        refused = await b.broker.read_log(names.val_scored(RUN, 1), after="0-0", max_entries=9, block_s=60)
+        assert len(refused) == 1
+        await b.server.forget()
+        assert await b.left_over(1) == 1

@@ -68,6 +68,12 @@ class Callback:
     def after_step(self, step: Step, training: Training) -> None:
         """Handles a finished step, before the loop gets it; step 0 is the starting model."""
 
+    def after_validation(self, step: Step, training: Training) -> None:
+        """Handles the validation of a step that came in while later steps were trained.
+
+        With `rollout.validation_servers`; `step` has the validation's metrics, which `after_step` had not.
+        """
+
 
 @dataclass(kw_only=True)
 class EarlyStop(Callback):
@@ -89,6 +95,10 @@ class EarlyStop(Callback):
 
     def __post_init__(self) -> None:
         self._best, self._waited = -math.inf, 0
+
+    def after_validation(self, step: Step, training: Training) -> None:
+        """Compares the metric as after a step."""
+        self.after_step(step, training)
 
     def after_step(self, step: Step, training: Training) -> None:
         """Compares the metric, and stops the run when patience is exhausted."""

@@ -45,6 +45,10 @@ def train(
                     for callback in callbacks:
                         callback.after_step(step, training)
                     yield step
+                elif event["event"] == "validation":
+                    step = Step(number=event["step"], metrics=event["metrics"], run_dir=run.run_dir)
+                    for callback in callbacks:
+                        callback.after_validation(step, training)
                 elif event["event"] == "begin":
                     for callback in callbacks:
                         callback.before_step(event["step"], training)

@@ -30,8 +30,18 @@ def scored(run_id: str) -> str:
     return f"{prefix(run_id)}scored"
 
 
+def val_prompts(run_id: str, version: int) -> str:
+    """Names the stream of held-out prompts that validation servers answer with one policy version."""
+    return f"{prefix(run_id)}val_prompts:v{version}"
+
+
+def val_scored(run_id: str, version: int) -> str:
+    """Names the stream of scored headers of the validation of one policy version, beside training."""
+    return f"{prefix(run_id)}val_scored:v{version}"
+
+
 def mailbox(stream: str) -> str:
-    """Strips a stream's name of run and version: prompts, trajectories or scored."""
+    """Strips a stream's name of run and version: prompts, trajectories, scored, val_prompts or val_scored."""
     *before, last = stream.split(":")
     return before[-1] if before and last[:1] == "v" and last[1:].isdecimal() else last
 

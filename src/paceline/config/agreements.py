@@ -223,6 +223,23 @@ def _groups_can_be_replayed(config: DerivedSettings) -> None:
         )
 
 
+def _servers_can_validate_beside(config: DerivedSettings) -> None:
+    if not config.validates_beside:
+        return
+    takes_turns = config.placement == "colocated" or config.rollout.sleep == "always"
+    refused = {
+        "turns of learner and servers on the same GPUs (placement, rollout.sleep)": takes_turns,
+        "placement: fit, which chooses rollout.replicas": config.placement == "fit",
+        "data.image_key, since images are kept for one step": config.data.image_key is not None,
+        "a run without held-out prompts (data.val_files, data.val_sets)": not config.held_out_sets,
+    }
+    if reason := _first_of(refused):
+        raise ValueError(
+            f"rollout.validation_servers={config.rollout.validation_servers} does not go with {reason}; "
+            "leave one of them out"
+        )
+
+
 def _frozen_networks_have_a_use(config: DerivedSettings) -> None:
     if config.actor.memory.offload_reference and not config.frozen_folders:
         raise ValueError(
@@ -330,6 +347,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _weights_can_arrive_in_flight,
     _steps_can_be_sampled_ahead,
     _groups_can_be_replayed,
+    _servers_can_validate_beside,
     _frozen_networks_have_a_use,
     _context_is_not_compiled,
     _rows_fit_into_messages,

@@ -248,6 +248,11 @@ class DerivedSettings(RunSections):
         return self.rollout.in_flight != "wait"
 
     @property
+    def validates_beside(self) -> bool:
+        """Whether servers of their own answer held-out prompts while training goes on."""
+        return self.rollout.validation_servers > 0
+
+    @property
     def replays(self) -> bool:
         """Whether steps train prompt groups of earlier ones again."""
         return self.algorithm.replay.prompts_per_step > 0

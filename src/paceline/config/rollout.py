@@ -120,6 +120,12 @@ class RolloutConfig(Section):
     replicas: int = Field(
         1, gt=0, description="Rollout servers that `paceline train` starts; others may join."
     )
+    validation_servers: int = Field(
+        0,
+        ge=0,
+        description="How many of the replicas only answer held-out prompts, while the others and the learner "
+        "go on training; docs/evaluate.md. 0: all servers validate between two steps.",
+    )
     tensor_model_parallel_size: int = Field(1, gt=0, description="GPUs (or CPU ranks) per engine.")
     n: int = Field(8, gt=0, description="Samples per training prompt.")
     temperature: float = Field(
@@ -210,6 +216,21 @@ class RolloutConfig(Section):
         {},
         description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",
     )
+
+    @property
+    def training_servers(self) -> int:
+        """Rollout servers that answer training prompts."""
+        return self.replicas - self.validation_servers
+
+    @model_validator(mode="after")
+    def _some_train(self) -> RolloutConfig:
+        if self.validation_servers >= self.replicas:
+            raise ValueError(
+                f"validation_servers={self.validation_servers} of replicas={self.replicas} leave no server "
+                f"for training prompts: set replicas, which counts all servers, above "
+                f"{self.validation_servers}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _answered_once(self) -> RolloutConfig:

@@ -245,10 +245,11 @@ def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
 
 
 def _last_metrics(run_dir: Path) -> int:
-    """Returns the step of the last complete line of metrics.jsonl; -1 without one."""
+    """Returns the last step that has a complete line in metrics.jsonl; -1 without one."""
     try:
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return max((int(json.loads(line)["step"]) for line in lines[-2:] if line.endswith("}")), default=-1)
+        # The last lines may be those of validations of earlier steps.
+        return max((int(json.loads(line)["step"]) for line in lines[-4:] if line.endswith("}")), default=-1)
     except (OSError, ValueError, KeyError):
         return -1
 

@@ -110,7 +110,7 @@ def with_fair_share(config: RunConfig) -> RunConfig:
     rollout = config.rollout
     if rollout.replicas == 1 or "max_num_seqs" in rollout.model_fields_set:
         return config
-    share = math.ceil(config.data.train_batch_size / rollout.replicas) * rollout.n
+    share = math.ceil(config.data.train_batch_size / rollout.training_servers) * rollout.n
     most = min(rollout.max_num_seqs, max(_LEAST_SEQUENCES, share))
     return with_layout(config, learner={}, rollout={"max_num_seqs": most})
 

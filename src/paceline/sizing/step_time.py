@@ -169,7 +169,7 @@ class _Batch:
     @property
     def generation(self) -> float:
         rollout, shape, size = self.config.rollout, self.shape, self.config.rollout.tensor_model_parallel_size
-        rows = math.ceil(self.num_rows / rollout.replicas)
+        rows = math.ceil(self.num_rows / rollout.training_servers)
         cached = self._width * shape.num_layers * shape.cached(size)
         at_once = min(rows, rollout.max_num_seqs, self._most_cached(cached))
         # An engine takes new sequences as others end. At the end only the longest of the last ones is left.
@@ -186,7 +186,7 @@ class _Batch:
             host += shape.num_layers * _HOST_PER_EAGER_LAYER_S
         reduces = 2 * shape.num_layers * _ALL_REDUCE_S if size > 1 else 0.0
         reading = (weights + running * context * cached) / (_READING * self.card.bandwidth)
-        prompts = math.ceil(self.config.data.train_batch_size / rollout.replicas) * self.prompt
+        prompts = math.ceil(self.config.data.train_batch_size / rollout.training_servers) * self.prompt
         prefill = 2 * shape.active_parameters * prompts / size / self._products_per_s
         return steps * (reading + host + reduces) + prefill
 

@@ -278,6 +278,9 @@ class Recorder:
         self.told.append(f"step {step}")
         self.news.set()
 
+    def validation(self, step: int, metrics: object) -> None:
+        self.told.append(f"validation {step}")
+
     def notice(self, text: str) -> None:
         self.told.append(text)
         if text == "the controller is away":

@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.launch.planning import dry_run, plan
 from paceline.sizing.gpus import gpus_to_share
 from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle
 from support import source
 from support.cli_configs import config
 
@@ -46,6 +47,19 @@ def test_gpus_go_to_the_learner_first_and_the_rest_to_the_engines_in_order() -> 
         "learner-3": "0,1,2,3",
         "reward": None,
     }
+
+
+def test_the_last_servers_validate_and_count_among_the_replicas() -> None:
+    files = {"train_files": "t.parquet", "val_files": "v.parquet"}
+    told = config(data=files, rollout={"replicas": 3, "validation_servers": 1}, learner={"world_size": 1})
+    machine = Machine(num_cores=32, gpus=tuple(range(5)))
+    specs = {s.name: s for s in plan.members(told, machine, controller_address="h:1", master_port=29)}
+    assert [name for name, spec in specs.items() if "--validates" in spec.command] == ["rollout-2"]
+    assert specs["rollout-2"].env["CUDA_VISIBLE_DEVICES"] == "3"
+    further = {s.name: s for s in plan.newcomers(told, machine, controller_address="h:1")}
+    assert "--validates" not in further["rollout-3"].command
+    settled = settle(told, Machine(num_cores=4, gpus=()))
+    assert "3 rollout servers (1 for validation) on 4 CPU cores" in settled.remarks[-1]
 
 
 def test_replicas_of_reward_models_attach_to_the_reward_service_and_keep_their_gpus() -> None:

@@ -36,6 +36,9 @@ class Notebook:
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self.told.append((step, dict(metrics), at))
 
+    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        self.told.append(("validation", step, dict(metrics), at))
+
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         self.told.append(("samples", step, [row["response"] for row in rows]))
 
@@ -247,3 +250,25 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_start(
     assert (
         config(trainer={"total_steps": 2, "loggers": ["mlflow", "trackio"]}).trainer.loggers[1] == "trackio"
     )
+
+
+def test_a_validation_that_comes_late_is_sent_under_its_step(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During the run, and from its record."""
+    books: list[Notebook] = []
+    monkeypatch.setitem(adapters.TRACKERS, "wandb", lambda: books.append(Notebook()) or books[-1])
+    sending = Sink(["wandb"], run_dir, say=print)
+    for step in (0, 1, 2):
+        sending.step(step, {"actor/lr": 1.0}, 50.0 + step)
+    late = {"timing_s/validate": 3.0, "val/reward/mean": 0.5}
+    sending.validation(1, late, 60.0)
+    sending.end(ok=True)
+    expected = [("samples", 1, ["2"] * 16), ("validation", 1, late, 60.0), ("end", True)]
+    assert books[0].told[-3:] == expected
+    lines = [{"step": step, "time": 50.0 + step, "actor/lr": 1.0} for step in (0, 1, 2)]
+    rows = [*lines, {"step": 1, "time": 60.0, **late}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(track, "check_installed", lambda names: None)
+    assert main(["track", "adder", "wandb"]) == 0
+    assert books[1].told == books[0].told

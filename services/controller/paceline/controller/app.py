@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import Inputs, load_inputs
-from paceline.controller.batch.mailboxes import Mailboxes
+from paceline.controller.batch.mailboxes import Mailboxes, ValMailboxes
 from paceline.controller.batch.tasks import with_tasks
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
@@ -127,6 +128,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         guard=Guard(run),
         turns=turns,
         flow=flow,
+        collector_of=functools.partial(validation_collector, run, progress, broker),
     )
     try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
@@ -188,6 +190,30 @@ def _collector(
         dispatcher=Dispatcher(run, broker, inputs.images),
         wait_for_services=lambda: _services(supervisor, run.config.service.recovery_timeout_s),
         count=progress.count,
+    )
+
+
+def validation_collector(
+    run: Run,
+    progress: Progress,
+    broker: Broker,
+    version: int,
+    wait_for_services: Callable[[], Awaitable[None]],
+) -> Collector:
+    """Returns the collector of a version's validation beside training."""
+
+    def count(admitted: int, wanted: int) -> None:
+        if progress.phase is Phase.VALIDATE:
+            progress.count(admitted, wanted)
+
+    return Collector(
+        run,
+        broker=broker,
+        mailboxes=ValMailboxes(broker, run.id, version),
+        dispatcher=Dispatcher(run, broker, beside=True),
+        wait_for_services=wait_for_services,
+        count=count,
+        beside=True,
     )
 
 

@@ -6,7 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 
-from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
+from paceline.core.run_record.run_events import (
+    EndEvent,
+    NoticeEvent,
+    PhaseEvent,
+    RunEvent,
+    StepEvent,
+    ValidationEvent,
+)
 
 _MAX_QUEUED = 4096
 _MAX_UNHEARD = 64
@@ -20,6 +27,7 @@ class EventHub:
 
     def __init__(self) -> None:
         self._steps: list[StepEvent] = []
+        self._validations: list[ValidationEvent] = []
         self._phase: PhaseEvent | None = None
         self._end: EndEvent | None = None
         self._unheard: deque[NoticeEvent] = deque(maxlen=_MAX_UNHEARD)
@@ -36,6 +44,12 @@ class EventHub:
         self._steps.append(event)
         self._announce(event)
 
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Announces the validation of a step that came in while later steps were trained."""
+        event = ValidationEvent(step=step, metrics=dict(metrics))
+        self._validations.append(event)
+        self._announce(event)
+
     def notice(self, message: str) -> None:
         """Announces a sentence for people; before there is a follower, it waits for the first."""
         event = NoticeEvent(message=message)
@@ -50,11 +64,12 @@ class EventHub:
             self._announce(self._end)
 
     async def follow(self, from_step: int) -> AsyncIterator[RunEvent]:
-        """Yields events from `from_step` on until the run ends."""
+        """Yields events from `from_step` on until the run ends, and all validations beside training."""
         queue: asyncio.Queue[RunEvent | None] = asyncio.Queue(_MAX_QUEUED)
         # There is no await between reading missed events and adding the queue, so no event is repeated or
         # lost.
         missed: list[RunEvent] = [*self._unheard, *(e for e in self._steps if e.step >= from_step)]
+        missed += self._validations
         self._unheard.clear()
         missed += [event for event in (self._phase, self._end) if event is not None]
         self._queues.add(queue)

@@ -34,7 +34,12 @@ commit {version, digest, servers}            a policy version is served from now
 newcomers {version, servers}                 further servers have the committed version
 validate {step, policy, sets}                what a validation asks for, each time that it begins: by the
                                              set's name, "" for data.val_files, its prompts, num_samples,
-                                             right_above (older journals: prompts, num_samples; one set)
+                                             right_above (older journals: prompts, num_samples; one set);
+                                             beside: true, if validation servers answer it beside training.
+                                             Its trajectories have `beside`: its step
+validated {step, policy, metrics}            the result of a validation beside training came in; `metrics` is
+                                             the digest of its line. Takes effect with the next `step`
+validation_skipped {step, reason}            a validation beside training is given up
 val_group_dropped {step, prompt, reason}     why one of its prompts has no answers
 saved {step, file, digest, num_rows}         a file of trajectories is written
 checkpoint {step, folder, good, manifest}    it is complete; `manifest` is its manifest's digest

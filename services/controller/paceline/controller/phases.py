@@ -17,7 +17,8 @@ class Phase(enum.Enum):
     ROLLBACK    the learner goes back to the weights of the last good checkpoint
     PUBLISH     weights go to the rollout servers, and digests are compared; no server samples from them
     COMMIT      the version is in the journal; the servers that hold its digest begin to sample from it
-    VALIDATE    held-out prompts are answered and scored
+    VALIDATE    held-out prompts are answered and scored; with rollout.validation_servers: the run waits for
+                that
     CHECKPOINT  the learner writes a checkpoint
     ENDED, FAILED   nothing follows
     """
@@ -40,17 +41,24 @@ _BETWEEN_STEPS = {Phase.DISPATCH, Phase.VALIDATE, Phase.CHECKPOINT, Phase.FORMIN
 
 # From every phase of a step a run goes back to FORMING if a member was lost, and from COLLECT and LEARN to
 # DISPATCH if the broker has lost the step's data. It goes from LEARN to COLLECT, and then to PUBLISH, if the
-# weights wait for the samples of later steps.
+# weights wait for the samples of later steps; to VALIDATE, if they wait for an earlier validation.
 _MOVES: dict[Phase, set[Phase]] = {
     Phase.STARTING: {Phase.FORMING},
     Phase.FORMING: {Phase.PUBLISH, Phase.DISPATCH, Phase.FORMING, Phase.ENDED},
     Phase.DISPATCH: {Phase.COLLECT, Phase.FORMING},
-    Phase.COLLECT: {Phase.LEARN, Phase.DISPATCH, Phase.FORMING, Phase.PUBLISH},
-    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING, Phase.ROLLBACK, Phase.DISPATCH, Phase.COLLECT},
-    Phase.ROLLBACK: {Phase.PUBLISH, Phase.FORMING},
+    Phase.COLLECT: {Phase.LEARN, Phase.DISPATCH, Phase.FORMING, Phase.PUBLISH, Phase.VALIDATE},
+    Phase.LEARN: {
+        Phase.PUBLISH,
+        Phase.FORMING,
+        Phase.ROLLBACK,
+        Phase.DISPATCH,
+        Phase.COLLECT,
+        Phase.VALIDATE,
+    },
+    Phase.ROLLBACK: {Phase.PUBLISH, Phase.FORMING, Phase.VALIDATE},
     Phase.PUBLISH: {Phase.COMMIT, Phase.FORMING},
     Phase.COMMIT: _BETWEEN_STEPS,
-    Phase.VALIDATE: _BETWEEN_STEPS - {Phase.VALIDATE},
+    Phase.VALIDATE: _BETWEEN_STEPS - {Phase.VALIDATE} | {Phase.PUBLISH},
     Phase.CHECKPOINT: _BETWEEN_STEPS - {Phase.CHECKPOINT},
     Phase.ENDED: set(),
     Phase.FAILED: set(),

@@ -85,6 +85,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 reason="incomplete_registration",
             )
         _check_names(request)
+        if request.validates and not self._run.config.validates_beside:
+            raise ConfigError(
+                f"{request.member_id} was started with --validates, and this run has no "
+                "rollout.validation_servers: start it without, or set the key"
+            )
         await self._refuse_second_holder(request)
         await self._supervisor.apply(
             self._supervisor.fleet.register(
@@ -95,6 +100,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 num_ranks=request.num_ranks,
                 state=member_state_from_word(kind, request.state) if request.state else None,
                 policy=_policy_of(request),
+                validates=request.validates,
             )
         )
         policy = self._progress.policy

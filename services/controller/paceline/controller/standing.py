@@ -72,6 +72,8 @@ class Standing:
         after_end: whether the controller of the term before that one ended in order.
         saved: the file of each step's trajectories, by step.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
+        validations: the validations beside training that have begun and are not over: policy by step. One
+            is over with the end of the step in which its result came in.
     """
 
     run_id: str = ""
@@ -90,6 +92,9 @@ class Standing:
     after_end: bool = False
     saved: dict[int, SavedFile] = field(default_factory=dict)
     turn: str = ""
+    validations: dict[int, str] = field(default_factory=dict)
+    _validated_in: dict[int, int] = field(default_factory=dict)
+    _over: list[int] = field(default_factory=list)
 
     @property
     def committed(self) -> PolicyTag | None:
@@ -132,6 +137,7 @@ class Standing:
 
     def _on_run(self, event: Mapping[str, Any]) -> None:
         self.run_id, self.after_end, self.ended = str(event["run_id"]), self.ended, False
+        self._over.clear()
         self.term = int(event.get("term", self.term + 1))
         self.data_digest = str(event.get("data_digest", self.data_digest))
         self.settings = event.get("settings", self.settings)
@@ -191,6 +197,10 @@ class Standing:
         self.current = self.ahead.pop(self.finished + 1, None)
         self.log_position = str(event["log_position"])
         self.cursor, self.guard = event["cursor"], event["guard"]
+        for validated in self._over:
+            self.validations.pop(validated, None)
+            self._validated_in[validated] = self.finished
+        self._over.clear()
 
     def _on_rewind(self, event: Mapping[str, Any]) -> None:
         self.finished, self.current = int(event["to_step"]), None
@@ -198,6 +208,31 @@ class Standing:
         self.ahead.clear()
         self.cursor, self.guard = event["cursor"], event["guard"]
         self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
+        self._rewind_validations(self.finished)
+
+    def _rewind_validations(self, to_step: int) -> None:
+        """Makes those of later steps void; that of `to_step` is made again if its result came in later."""
+        self._over.clear()
+        self.validations = {step: policy for step, policy in self.validations.items() if step <= to_step}
+        if self._validated_in.get(to_step, to_step) > to_step and to_step in self.commits:
+            policy = PolicyTag(version=to_step, digest=self.commits[to_step])
+            self.validations[to_step] = str(policy)
+        known = self._validated_in.items()
+        self._validated_in = {s: end for s, end in known if s <= to_step and s not in self.validations}
+
+    def _on_validate(self, event: Mapping[str, Any]) -> None:
+        if event.get("beside"):
+            self.validations[int(event["step"])] = str(event["policy"])
+        else:
+            self.validations.pop(int(event["step"]), None)
+
+    def _on_validated(self, event: Mapping[str, Any]) -> None:
+        self._over.append(int(event["step"]))
+
+    def _on_validation_skipped(self, event: Mapping[str, Any]) -> None:
+        step = int(event["step"])
+        if self.validations.pop(step, None) is not None:
+            self._validated_in[step] = self.finished + 1
 
     def _on_saved(self, event: Mapping[str, Any]) -> None:
         if str(event["file"]).startswith("step_"):
@@ -224,6 +259,9 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "commit": Standing._on_commit,
     "step": Standing._on_step,
     "rewind": Standing._on_rewind,
+    "validate": Standing._on_validate,
+    "validated": Standing._on_validated,
+    "validation_skipped": Standing._on_validation_skipped,
     "saved": Standing._on_saved,
     "turn": Standing._on_turn,
     "end": Standing._on_end,

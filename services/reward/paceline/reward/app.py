@@ -139,6 +139,7 @@ def consumer_options(registration: Registration, member_id: str, incarnation: st
         room_timeout_s=config.stall_timeout_s,
         save_texts=config.keeps_texts,
         max_deliveries=config.reward.max_deliveries,
+        reports_beside=config.validates_beside,
         # As many groups as hold the samples of an ordinary batch.
         max_entries=max(1, MAX_ENTRIES // config.rollout.n) if config.scores_groups else MAX_ENTRIES,
     )

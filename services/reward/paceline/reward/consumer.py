@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
 from paceline.core.errors import GIVEN_ERRORS, InvalidMessageError, RewardError, RewardErrorKind
+from paceline.core.ids import Purpose
+from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
@@ -60,6 +62,7 @@ class ConsumerOptions:
         max_entries: largest batch.
         save_texts: whether the responses' texts are stored beside their arrays.
         max_deliveries: deliveries after which an error that might have passed is the trajectory's score.
+        reports_beside: whether scores of held-out prompts go to the mailbox of validations beside training.
     """
 
     run_id: str
@@ -71,6 +74,7 @@ class ConsumerOptions:
     max_entries: int = MAX_ENTRIES
     save_texts: bool = True
     max_deliveries: int = 4
+    reports_beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +230,15 @@ class Consumer:
         # If not even the group can be read, the message is passed on unchanged, and the controller journals
         # it.
         payload = entry.payload if refusal is None else encode_group_refusal(refusal)
-        return Outgoing(stream=names.scored(self._options.run_id), payload=payload)
+        if refusal is None:
+            return Outgoing(stream=names.scored(self._options.run_id), payload=payload)
+        return Outgoing(stream=self._stream(refusal.purpose, refusal.policy), payload=payload)
+
+    def _stream(self, purpose: str, policy: PolicyTag) -> str:
+        """Names the mailbox of the scores of samples with this purpose."""
+        run_id = self._options.run_id
+        is_beside = self._options.reports_beside and purpose == Purpose.VALIDATE
+        return names.val_scored(run_id, policy.version) if is_beside else names.scored(run_id)
 
     def _scored(
         self, header: TrajectoryHeader, text: _Texts | Score, score: Score, seconds: float
@@ -246,7 +258,8 @@ class Consumer:
         except InvalidMessageError as error:  # the barrier would refuse it, say for thousands of components
             score = failed(score.trajectory_id, RewardErrorKind.WRONG_TYPE, str(error))
             payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
-        return Outgoing(stream=names.scored(self._options.run_id), payload=payload, blobs=blobs)
+        stream = self._stream(header.trajectory_id.purpose, header.policy)
+        return Outgoing(stream=stream, payload=payload, blobs=blobs)
 
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]

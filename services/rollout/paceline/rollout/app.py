@@ -110,7 +110,7 @@ class RolloutApp:
             run_id=registration.run_id,
             server_id=session.options.member_id,
             incarnation=session.link.incarnation,
-            limits=SamplerLimits.of(config),
+            limits=SamplerLimits.of(config, validates=session.options.validates),
             spawn=session.spawn,
             episodes=episodes,
         )

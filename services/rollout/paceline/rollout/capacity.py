@@ -26,6 +26,9 @@ class SamplerLimits:
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
         in_flight: what becomes of samples under way when new weights come (`rollout.in_flight`).
         save_progress_s: `rollout.save_progress_s`.
+        validates: whether held-out prompts are answered, by the validation servers' own mailboxes.
+        reports_beside: whether what concerns held-out prompts goes to the mailbox of validations beside
+            training.
         max_staleness: how many versions older than the server's own a group's version may be, which is the
             oldest that may draw the group.
     """
@@ -43,6 +46,8 @@ class SamplerLimits:
     in_flight: str = "wait"
     max_staleness: int = 0
     save_progress_s: float = 5.0
+    validates: bool = False
+    reports_beside: bool = False
 
     @property
     def mixes_versions(self) -> bool:
@@ -50,9 +55,13 @@ class SamplerLimits:
         return self.in_flight != "wait"
 
     @classmethod
-    def of(cls, config: RunConfig) -> SamplerLimits:
-        """Returns the limits that the configuration sets."""
-        rollout = config.rollout
+    def of(cls, config: RunConfig, *, validates: bool = False) -> SamplerLimits:
+        """Returns the limits that the configuration sets.
+
+        Args:
+            validates: for a server that only answers held-out prompts: each with a single version.
+        """
+        rollout, in_flight = config.rollout, config.pushes_in_flight and not validates
         return cls(
             num_samples=rollout.max_num_seqs,
             num_groups=rollout.max_groups_in_flight or 2**31,
@@ -62,8 +71,10 @@ class SamplerLimits:
             append_timeout_s=config.stall_timeout_s,
             max_deliveries=rollout.max_deliveries,
             groups_together=config.scores_groups,
-            in_flight=rollout.in_flight,
-            max_staleness=config.barrier.bound if config.pushes_in_flight else 0,
+            in_flight=rollout.in_flight if in_flight else "wait",
+            max_staleness=config.barrier.bound if in_flight else 0,
+            validates=validates,
+            reports_beside=config.validates_beside,
             save_progress_s=rollout.save_progress_s,
             num_open=max(rollout.episode.max_open or 4 * rollout.max_num_seqs, rollout.max_num_seqs),
         )

@@ -6,7 +6,8 @@
 
 A sampler is open for one policy at a time, or closed. When it closes, it gives unfinished groups back with
 their tokens: another server goes on with them, or their step is over. With `rollout.in_flight` it does not
-close for a push: it pauses, and unfinished samples go on with the new weights.
+close for a push: it pauses, and unfinished samples go on with the new weights. A validation server takes its
+prompts from `val_prompts:vN`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from paceline.broker import names
 from paceline.broker.base import Broker, Entry, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.core.errors import PeerLostError
+from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import PromptGroup, SamplingSpec
 from paceline.rollout.capacity import Capacity, SamplerLimits
@@ -162,10 +164,16 @@ class Sampler:
             max_staleness=self._limits.max_staleness,
         )
 
+    def _prompts(self, version: int) -> str:
+        """Names the mailbox of the prompts that this server answers with a version."""
+        if self._limits.validates:
+            return names.val_prompts(self._run_id, version)
+        return names.prompts(self._run_id, None if self._limits.mixes_versions else version)
+
     async def _serve(self, policy: PolicyTag) -> None:
         box = Mailbox(
             self._broker,
-            names.prompts(self._run_id, None if self._limits.mixes_versions else policy.version),
+            self._prompts(policy.version),
             names.ROLLOUT_GROUP,
             f"{self._server_id}/{self._incarnation}",
             lease_s=self._limits.lease_s,
@@ -349,7 +357,9 @@ class Sampler:
         if refusal is None:
             await delivery.box.done([entry])
         else:
-            stream = names.scored(self._run_id)
+            is_beside = self._limits.reports_beside and refusal.purpose == Purpose.VALIDATE
+            version = refusal.policy.version
+            stream = names.val_scored(self._run_id, version) if is_beside else names.scored(self._run_id)
             await self._finish(delivery, [Outgoing(stream=stream, payload=encode_group_refusal(refusal))])
 
     async def _finish(self, delivery: _Delivery, messages: Sequence[Outgoing]) -> None:

@@ -1,4 +1,4 @@
-"""The events of a run that its followers see: phases, steps, notices, the end."""
+"""The events of a run that its followers see: phases, steps, validations, notices, the end."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ class StepEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationEvent:
+    """Has the numbers of a step's validation that came in while later steps were trained."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NoticeEvent:
     """Holds a message for the user."""
 
@@ -39,4 +47,4 @@ class EndEvent:
     message: str
 
 
-RunEvent = PhaseEvent | StepEvent | NoticeEvent | EndEvent
+RunEvent = PhaseEvent | StepEvent | ValidationEvent | NoticeEvent | EndEvent

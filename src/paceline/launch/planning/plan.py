@@ -170,11 +170,14 @@ def _rollout(
     name = f"rollout-{index}"
     number = config.service.rollout_port
     port = ("--port", str(number + index)) if number else ()
+    # Newcomers, whose numbers follow, answer training prompts.
+    validates = config.rollout.training_servers <= index < config.rollout.replicas
+    role = ("--validates",) if validates else ()
     return ProcessSpec(
         name=name,
         role=Role.ROLLOUT,
         member_id=name,
-        command=(*_module("rollout"), *_member(config, controller_address, name), *port),
+        command=(*_module("rollout"), *_member(config, controller_address, name), *port, *role),
         # The rollout service sets its threads and its engine's variables itself: it can also start alone.
         env=_common(config) | _devices(gpus, machine),
     )

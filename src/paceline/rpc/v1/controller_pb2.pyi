@@ -30,6 +30,7 @@ class RegisterRequest(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    VALIDATES_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.MemberKind.ValueType
     member_id: _builtins.str
     """the same after a restart, for example "rollout-0" """
@@ -41,6 +42,8 @@ class RegisterRequest(_message.Message):
     """processes of this member (tensor parallel ranks, learner ranks)"""
     state: _builtins.str
     """as in a heartbeat"""
+    validates: _builtins.bool
+    """a rollout server that only answers held-out prompts"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds; the learner's may lack the digest"""
@@ -55,10 +58,11 @@ class RegisterRequest(_message.Message):
         num_ranks: _builtins.int = ...,
         state: _builtins.str = ...,
         policy: _common_pb2.PolicyTag | None = ...,
+        validates: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks", "policy", b"policy", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks", "policy", b"policy", "state", b"state", "validates", b"validates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,6 +554,7 @@ class WatchEvent(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    VALIDATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def phase(self) -> Global___PhaseEvent: ...
     @_builtins.property
@@ -558,6 +563,8 @@ class WatchEvent(_message.Message):
     def end(self) -> Global___EndEvent: ...
     @_builtins.property
     def notice(self) -> Global___NoticeEvent: ...
+    @_builtins.property
+    def validation(self) -> Global___ValidationEvent: ...
     def __init__(
         self,
         *,
@@ -565,12 +572,13 @@ class WatchEvent(_message.Message):
         step: Global___StepEvent | None = ...,
         end: Global___EndEvent | None = ...,
         notice: Global___NoticeEvent | None = ...,
+        validation: Global___ValidationEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event", "notice", b"notice", "phase", b"phase", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event", "notice", b"notice", "phase", b"phase", "step", b"step", "validation", b"validation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event", "notice", b"notice", "phase", b"phase", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event", "notice", b"notice", "phase", b"phase", "step", b"step", "validation", b"validation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase", "step", "end", "notice"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase", "step", "end", "notice", "validation"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -646,6 +654,51 @@ class StepEvent(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepEvent: _TypeAlias = StepEvent  # noqa: Y015
+
+@_typing.final
+class ValidationEvent(_message.Message):
+    """The validation of a step's weights, which was made while later steps were trained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValidationEvent: _TypeAlias = ValidationEvent  # noqa: Y015
 
 @_typing.final
 class NoticeEvent(_message.Message):

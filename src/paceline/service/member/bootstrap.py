@@ -61,6 +61,7 @@ class MemberOptions:
         advertise: address that others use; "": `host`, or if that is a wildcard, the address on the route to
             the controller.
         data_host: address for weights and for traffic between learner ranks; "": `host`.
+        validates: whether a rollout server only answers held-out prompts.
     """
 
     controller: str
@@ -69,6 +70,7 @@ class MemberOptions:
     port: int
     advertise: str = ""
     data_host: str = ""
+    validates: bool = False
 
     @property
     def host_of_data(self) -> str:
@@ -96,6 +98,12 @@ class MemberOptions:
         add_address_arguments(parser)
         add_data_argument(parser)
         parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any free one")
+        if kind is MemberKind.ROLLOUT:
+            parser.add_argument(
+                "--validates",
+                action="store_true",
+                help="only answer held-out prompts, as one of rollout.validation_servers",
+            )
         return cls(**vars(parser.parse_args(arguments)))
 
 
@@ -191,6 +199,7 @@ class MemberSession:
             member_id=options.member_id,
             address=server.address,
             num_ranks=self._num_ranks,
+            validates=options.validates,
             credentials=credentials,
             fence=fence,
         )

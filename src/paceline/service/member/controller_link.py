@@ -94,6 +94,7 @@ class ControllerLink:
         member_id: str,
         address: str,
         num_ranks: int = 1,
+        validates: bool = False,
         credentials: Credentials | None = None,
         fence: TermFence | None = None,
     ) -> None:
@@ -102,6 +103,7 @@ class ControllerLink:
         self._controller_address = controller_address
         self.address = address
         self._kind, self._num_ranks, self._fence = kind, num_ranks, fence or TermFence()
+        self._validates = validates
         self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._usage = UsageSampler(uses_gpus=kind is not MemberKind.REWARD)
@@ -129,6 +131,7 @@ class ControllerLink:
             incarnation=self.incarnation,
             address=self.address,
             num_ranks=self._num_ranks,
+            validates=self._validates,
             state=report.state.value,
             policy=policy_tag_to_proto(report.policy) if report.policy else None,
         )

@@ -16,7 +16,7 @@ class ExpectingView:
     def __init__(self, view: View, expectation: Expectation) -> None:
         self._view, self._expectation = view, expectation
         self.milestone, self.phase, self.notice = view.milestone, view.phase, view.notice
-        self.pulse, self.close = view.pulse, view.close
+        self.pulse, self.close, self.validation = view.pulse, view.close, view.validation
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Shows a step; after the last of the first warm steps also the comparison."""

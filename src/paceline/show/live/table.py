@@ -62,6 +62,12 @@ class LiveView:
         self._rows.append((step, metrics))
         self._pace.step(step, time.monotonic())
 
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Completes the step's row, if the table still has it."""
+        for place, (of_row, known) in enumerate(self._rows):
+            if of_row == step:
+                self._rows[place] = (step, {**known, **metrics})
+
     def notice(self, text: str) -> None:
         """Adds a line under the table, which disappears after a while."""
         self._notices.append((time.monotonic(), text))

@@ -33,6 +33,10 @@ class View(Protocol):
         """Shows a step that is finished."""
         ...
 
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Shows the validation of a step that came in while later steps were trained."""
+        ...
+
     def notice(self, text: str) -> None:
         """Shows messages for the user."""
         ...
@@ -83,6 +87,10 @@ class PlainView:
         if any(column.cell(metrics) for column in columns(metrics)):
             self._say(f"{step_line(step, self._total_steps, metrics)}  {self._pace.words()}".rstrip())
 
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Prints the validation as a line."""
+        self._say(f"validation of {step_line(step, self._total_steps, metrics)}")
+
     def notice(self, text: str) -> None:
         """Prints the notice as a line."""
         self._say(f"note: {text}")
@@ -116,14 +124,17 @@ class JsonView:
     def step(self, step: int, metrics: Metrics) -> None:
         """Prints the step; a number that is not finite is null."""
         self._pace.step(step, time.monotonic())
-        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._say(
             event="step",
             step=step,
             total_steps=self._total_steps,
             to_go_s=self._pace.to_go_s,
-            metrics=numbers,
+            metrics=_finite(metrics),
         )
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Prints the numbers of the step's validation; a number that is not finite is null."""
+        self._say(event="validation", step=step, metrics=_finite(metrics))
 
     def notice(self, text: str) -> None:
         """Prints the notice as a JSON object."""
@@ -142,6 +153,10 @@ class JsonView:
     def _say(self, **fields: object) -> None:
         line = {"seconds": round(time.monotonic() - self._began, 3), **fields}
         print(json.dumps(line), file=self._out, flush=True)
+
+
+def _finite(metrics: Metrics) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class Pace:

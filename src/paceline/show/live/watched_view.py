@@ -56,6 +56,10 @@ class WatchedView:
         """Passes the pulse on to the view."""
         self._view.pulse()
 
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Passes the validation on to the view."""
+        self._view.validation(step, metrics)
+
     def close(self) -> None:
         """Passes the end on to the view."""
         self._view.close()

@@ -33,11 +33,16 @@ class Wandb:
         """Logs the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
+    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Logs the metrics over an axis of their own, as W&B takes no earlier step."""
+        self._run.define_metric("val/*", step_metric="val/step")
+        self._run.log({**metrics, "val/step": step})
+
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Logs a table under the step's number, before the step's metrics."""
+        """Logs a table under the step's number, or a later one's, before the metrics."""
         columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
-        self._run.log({"val/samples": table}, step=step)
+        self._run.log({"val/samples": table}, step=max(step, self._run.step))
 
     def end(self, *, ok: bool) -> None:
         """Finishes the run at the tracker."""
@@ -59,6 +64,10 @@ class Tensorboard:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step, Summary(value=values), at)
+
+    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Writes the metrics under their step."""
+        self.step(step, metrics, at)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Writes the samples as one text."""
@@ -113,6 +122,10 @@ class Mlflow:
         at_ms = int(at * 1000)
         self._client.log_batch(self._id, [Metric(key, value, at_ms, step) for key, value in metrics.items()])
 
+    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Logs the metrics under their step."""
+        self.step(step, metrics, at)
+
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Writes the samples as an artifact."""
         self._client.log_dict(self._id, {"samples": [dict(row) for row in rows]}, f"samples/{step:06d}.json")
@@ -136,6 +149,10 @@ class Trackio:
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Logs the metrics of a step."""
         self._trackio.log(dict(metrics), step=step)
+
+    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Logs the metrics under their step."""
+        self.step(step, metrics, at)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Logs the samples as one text."""

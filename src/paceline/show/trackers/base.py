@@ -34,6 +34,10 @@ class Tracker(Protocol):
         """Takes a step's finite metrics; `at` is the Unix time of its end."""
         ...
 
+    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Takes the finite metrics of a step's validation, after those of later steps."""
+        ...
+
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Takes some samples of a validation, each with the same keys."""
         ...

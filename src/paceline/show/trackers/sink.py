@@ -60,11 +60,20 @@ class Sink:
             run = tracked_run(self._run_dir)
             self._thread.start()
             self._give(lambda tracker: tracker.begin(run))
+        self._send(step, metrics, lambda tracker, finite: tracker.step(step, finite, at))
+
+    def validation(self, step: int, metrics: Metrics, at: float) -> None:
+        """Sends the validation of a step that came in at a Unix time, after later steps."""
+        if self._begun:
+            self._send(step, metrics, lambda tracker, finite: tracker.validation(step, finite, at))
+
+    def _send(self, step: int, metrics: Metrics, give: Callable[[Tracker, Metrics], None]) -> None:
+        """Sends numbers, and a validation's samples before them."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         rows = list(validation_samples(self._run_dir, step)) if "timing_s/validate" in metrics else []
         if rows:
             self._give(lambda tracker: tracker.samples(step, rows))
-        self._give(lambda tracker: tracker.step(step, finite, at))
+        self._give(lambda tracker: give(tracker, finite))
 
     def end(self, *, ok: bool) -> None:
         """Closes the run; waits up to a minute for unsent jobs."""
@@ -111,6 +120,11 @@ class TrackingView:
         """Shows and sends a step."""
         self._view.step(step, metrics)
         self._sink.step(step, metrics, time.time())
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Shows and sends a validation that came in after later steps."""
+        self._view.validation(step, metrics)
+        self._sink.validation(step, metrics, time.time())
 
 
 def tracked_run(run_dir: Path) -> TrackedRun:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
+from paceline.core.run_record.run_events import (
+    EndEvent,
+    NoticeEvent,
+    PhaseEvent,
+    RunEvent,
+    StepEvent,
+    ValidationEvent,
+)
 from paceline.rpc.v1 import controller_pb2
 from paceline.wire.records import from_proto, to_proto
 
 _KINDS: tuple[tuple[str, Any, type[Any]], ...] = (
     ("phase", controller_pb2.PhaseEvent, PhaseEvent),
     ("step", controller_pb2.StepEvent, StepEvent),
+    ("validation", controller_pb2.ValidationEvent, ValidationEvent),
     ("notice", controller_pb2.NoticeEvent, NoticeEvent),
     ("end", controller_pb2.EndEvent, EndEvent),
 )

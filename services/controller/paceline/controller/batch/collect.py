@@ -143,6 +143,7 @@ class Collector:
         wait_for_services: returns as soon as there are a rollout server and a reward service; raises if they
             do not come back.
         count: called with (admitted, wanted) as trajectories come in.
+        beside: whether it collects a validation beside training.
 
     Attributes:
         position: the last log entry that was read.
@@ -159,7 +160,9 @@ class Collector:
         dispatcher: Dispatcher,
         wait_for_services: Callable[[], Awaitable[None]],
         count: Callable[[int, int], None],
+        beside: bool = False,
     ) -> None:
+        self._mixes_versions, self._beside = run.config.pushes_in_flight and not beside, beside
         self._config, self._run_id, self._journal = run.config, run.id, run.journal
         self._broker, self._mailboxes, self._dispatcher = broker, mailboxes, dispatcher
         self._wait_for_services, self._count = wait_for_services, count
@@ -237,6 +240,14 @@ class Collector:
         if 0 < len(sent) < len(order.prompts):
             self._journal.record("redispatch", step=order.step, prompts=sent)
 
+    async def lend(self, order: Order) -> None:
+        """Has servers that answer training prompts answer the order of a validation beside training, too."""
+        await self._dispatcher.lend(order)
+
+    async def discard(self) -> None:
+        """Removes the streams and blobs of a validation beside training."""
+        await self._mailboxes.purge()
+
     async def collect(
         self,
         order: Order,
@@ -258,14 +269,14 @@ class Collector:
             LostDataError: the broker has lost the run's data, or messages without which the barrier does not
                 close.
         """
-        commits = self._journal.standing.commits if self._config.pushes_in_flight else None
+        commits = self._journal.standing.commits if self._mixes_versions else None
         collection = _Collection(order, refill, self._config.barrier.bound, ahead=ahead, commits=commits)
         barrier = collection.barrier
         self._count(0, barrier.num_wanted)
         await self._take_early(collection)
         while not barrier.closed:
             entries = await self._broker.read_log(
-                names.scored(self._run_id), after=self.position, max_entries=_TAKE, block_s=_BLOCK_S
+                self._mailboxes.scored, after=self.position, max_entries=_TAKE, block_s=_BLOCK_S
             )
             if entries:
                 collection.last_entry = time.monotonic()
@@ -308,7 +319,7 @@ class Collector:
             except InvalidMessageError as error:
                 events.append(_rejected(error))
                 continue
-            if self._config.pushes_in_flight and _step_of(message) > collection.barrier.step:
+            if self._mixes_versions and _step_of(message) > collection.barrier.step:
                 self._early.append((before, entry))
             elif isinstance(message, GroupRefusal):
                 events.append(self._refuse(collection, message))
@@ -331,6 +342,8 @@ class Collector:
         collection.last = header
         if verdict in _PROGRESS:
             collection.last_progress = now
+        if self._beside:
+            return {**_fate(header, verdict), "beside": barrier.step}
         of_later_step = {"ahead": barrier.step} if collection.ahead else {}
         return {**_fate(header, verdict), **of_later_step}
 
@@ -373,9 +386,9 @@ class Collector:
 
     async def _check_under_way(self, collection: _Collection) -> None:
         """Raises LostDataError if the barrier is open and no further entry can come."""
-        if not await self._mailboxes.idle(self._dispatcher.stream(collection.order.policy.version)):
+        if not await self._mailboxes.idle(*self._dispatcher.streams(collection.order.policy.version)):
             return
-        scored = names.scored(self._run_id)
+        scored = self._mailboxes.scored
         if not await self._broker.read_log(scored, after=self.position, max_entries=1, block_s=0.0):
             raise _lost(collection.barrier)
 

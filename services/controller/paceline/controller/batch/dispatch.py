@@ -9,7 +9,7 @@ prompt would do no harm, because its samples have the same seeds, and the barrie
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.broker import names
@@ -87,11 +87,14 @@ class Dispatcher:
 
     Args:
         images: makes the images' pixels; None where prompts have none.
+        beside: whether validation servers answer the prompts, beside training.
     """
 
-    def __init__(self, run: Run, broker: Broker, images: ImageReader | None = None) -> None:
+    def __init__(
+        self, run: Run, broker: Broker, images: ImageReader | None = None, *, beside: bool = False
+    ) -> None:
         self._config, self._run_id, self._journal = run.config, run.id, run.journal
-        self._broker = broker
+        self._broker, self._beside = broker, beside
         self._sent: set[_Key] = set()
         self._images = PromptImages(broker, run.id, images)
 
@@ -109,6 +112,15 @@ class Dispatcher:
 
     def stream(self, version: int) -> str:
         """Names the mailbox of the prompts that are to be sampled from a version."""
+        if self._beside:
+            return names.val_prompts(self._run_id, version)
+        return self._training_stream(version)
+
+    def streams(self, version: int) -> list[str]:
+        """Names all mailboxes that may have such prompts."""
+        return [self.stream(version), *([self._training_stream(version)] if self._beside else [])]
+
+    def _training_stream(self, version: int) -> str:
         return names.prompts(self._run_id, None if self._config.pushes_in_flight else version)
 
     async def _groups_of(self, version: int) -> AsyncIterator[PromptGroup]:
@@ -132,28 +144,36 @@ class Dispatcher:
         Returns:
             The prompts that were sent: those whose messages were not all in the stream yet.
         """
-        stream = self.stream(order.policy.version)
-        await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
-        groups = [
+        missing = [group for group in self._groups(order) if _key(group) not in self._sent]
+        if self._images.expected:
+            missing = [await self._with_images(group, order.prompts[group.prompt_id]) for group in missing]
+        await self._append(self.stream(order.policy.version), missing)
+        self._sent |= {_key(group) for group in missing}
+        return list(dict.fromkeys(group.prompt_id for group in missing))
+
+    async def lend(self, order: Order) -> None:
+        """Has the servers that answer training prompts answer an order for validation servers, too."""
+        await self._append(self._training_stream(order.policy.version), self._groups(order))
+
+    def _groups(self, order: Order) -> list[PromptGroup]:
+        return [
             self._group(order, ask, prompt)
             for prompt_id, prompt in order.prompts.items()
             for ask in order.asks_of(prompt_id)
         ]
-        missing = [group for group in groups if _key(group) not in self._sent]
-        if self._images.expected:
-            missing = [await self._with_images(group, order.prompts[group.prompt_id]) for group in missing]
+
+    async def _append(self, stream: str, groups: Sequence[PromptGroup]) -> None:
+        await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
         traceparent = current_traceparent()
         await append_when_room(
             self._broker,
             [
                 Outgoing(stream=stream, payload=encode_prompt_group(group), traceparent=traceparent)
-                for group in missing
+                for group in groups
             ],
             max_length=self._config.broker.max_stream_length,
             timeout_s=self._config.stall_timeout_s,
         )
-        self._sent |= {_key(group) for group in missing}
-        return list(dict.fromkeys(group.prompt_id for group in missing))
 
     async def _with_images(self, group: PromptGroup, prompt: Prompt) -> PromptGroup:
         return replace(group, images=await self._images.store(prompt.images, group.step))

@@ -31,10 +31,14 @@ class Mailboxes:
         broker: the broker that holds them.
         run_id: part of their names.
         own_server: whether the server was started for this run and keeps its data when it dies.
+
+    Attributes:
+        scored: name of the stream of scored headers.
     """
 
     def __init__(self, broker: Broker, run_id: str, *, own_server: bool) -> None:
         self._broker, self._run_id, self._own_server = broker, run_id, own_server
+        self.scored = names.scored(run_id)
 
     async def check(self) -> None:
         """Creates missing consumer groups; raises LostDataError if the run's data is gone."""
@@ -46,17 +50,17 @@ class Mailboxes:
             )
         await self._create_groups()
 
-    async def idle(self, prompts: str) -> bool:
+    async def idle(self, *prompts: str) -> bool:
         """Returns whether no service has work left for the run, so that `scored` is complete.
 
         Mailboxes are checked in the order in which messages pass through them, so that none is missed on its
         way.
 
         Args:
-            prompts: the mailbox of the prompts.
+            prompts: the mailboxes of the prompts.
         """
         stages = (
-            (prompts, names.ROLLOUT_GROUP),
+            *((stream, names.ROLLOUT_GROUP) for stream in prompts),
             (names.trajectories(self._run_id), names.REWARD_GROUP),
         )
         for stream, group in stages:
@@ -83,16 +87,15 @@ class Mailboxes:
         await self.check()
         await self._broker.delete_blobs(blob_keys)
         await self._broker.delete_streams([names.prompts(self._run_id, version)])
-        scored = names.scored(self._run_id)
-        await self._broker.advance(scored, names.CONTROLLER_GROUP, position)
-        for stream in (names.trajectories(self._run_id), scored):
+        await self._broker.advance(self.scored, names.CONTROLLER_GROUP, position)
+        for stream in (names.trajectories(self._run_id), self.scored):
             await self._broker.trim(stream)
 
     async def leftovers(self, position: str) -> dict[int, list[str]]:
-        """Returns the keys of the blobs that log entries up to `position` name, by step."""
+        """Returns the keys of the blobs that log entries up to `position` name, by step; "": all entries."""
         keys: dict[int, list[str]] = {}
-        async for entry in read_all(self._broker, names.scored(self._run_id)):
-            if is_after(entry.entry_id, position):
+        async for entry in read_all(self._broker, self.scored):
+            if position and is_after(entry.entry_id, position):
                 break
             try:
                 message = decode_scored(entry.payload)
@@ -131,7 +134,33 @@ class Mailboxes:
 
     async def _create_groups(self) -> None:
         await self._broker.ensure_group(names.trajectories(self._run_id), names.REWARD_GROUP)
-        await self._broker.ensure_group(names.scored(self._run_id), names.CONTROLLER_GROUP)
+        await self._broker.ensure_group(self.scored, names.CONTROLLER_GROUP)
+
+
+class ValMailboxes(Mailboxes):
+    """Owns the streams of the validation of one version, beside training.
+
+    If the broker has lost them, only the validation begins again, whatever becomes of the run's other data.
+    """
+
+    def __init__(self, broker: Broker, run_id: str, version: int) -> None:
+        super().__init__(broker, run_id, own_server=False)
+        self.scored, self._prompts = names.val_scored(run_id, version), names.val_prompts(run_id, version)
+
+    async def check(self) -> None:
+        """Creates the consumer groups that the validation needs, where they are missing."""
+        await self._create_groups()
+
+    async def begin_anew(self) -> None:
+        """Removes the streams and creates empty ones."""
+        await self._broker.delete_streams([self.scored, self._prompts])
+        await self._create_groups()
+
+    async def purge(self) -> None:
+        """Removes the streams and the blobs of the answers."""
+        left = await self.leftovers("")
+        await self._broker.delete_blobs([key for keys in left.values() for key in keys])
+        await self._broker.delete_streams([self.scored, self._prompts])
 
 
 def _decoded(blob: bytes | None) -> Trajectory | None:

@@ -57,7 +57,7 @@ class Departures:
     def _nobody_is_left(self) -> bool:
         """Whether all servers or all reward services have ended as told, so that no step can be finished."""
         for kind in (MemberKind.ROLLOUT, MemberKind.REWARD):
-            members = self._fleet.members(kind)
+            members = [member for member in self._fleet.members(kind) if not member.validates]
             was_told = any(_key(member) in self._asked_at for member in members)
             if was_told and not any(member.usable for member in members):
                 return True
@@ -67,7 +67,10 @@ class Departures:
         """Returns whether the step can only be finished and saved with this member."""
         if member.kind is MemberKind.LEARNER or self.asked(MemberKind.LEARNER):
             return True
-        others = (m for m in self._fleet.usable(member.kind) if m is not member)
+        if member.validates:
+            # If it leaves, its prompts go to others.
+            return False
+        others = (m for m in self._fleet.usable(member.kind) if m is not member and not m.validates)
         return not any(m.stays and not m.is_starting and _key(m) not in self._asked_at for m in others)
 
 

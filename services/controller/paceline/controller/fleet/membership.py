@@ -58,6 +58,7 @@ class Member:
         failure: why it is dead, or left.
         is_final: a restart would fail in the same way, because its inputs are unusable.
         is_draining: it was told to finish its work and leave.
+        validates: it is a rollout server that only answers held-out prompts.
     """
 
     kind: MemberKind
@@ -73,6 +74,7 @@ class Member:
     failure: str = ""
     is_final: bool = False
     is_draining: bool = False
+    validates: bool = False
 
     @property
     def usable(self) -> bool:
@@ -137,6 +139,7 @@ class Fleet:
         num_ranks: int,
         state: MemberState | None = None,
         policy: PolicyTag | None = None,
+        validates: bool = False,
     ) -> list[FleetChange]:
         """Adds a member, unless this incarnation is known already; an older incarnation is marked dead.
 
@@ -158,6 +161,7 @@ class Fleet:
             address=address,
             num_ranks=num_ranks,
             last_heard=self._clock.monotonic(),
+            validates=validates,
         )
         self._members[member_id] = member
         changes.append(FleetChange(member=member, what="registered"))

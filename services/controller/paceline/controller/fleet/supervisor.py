@@ -122,7 +122,8 @@ class Supervisor:
         if member is None:
             names = ", ".join(m.member_id for m in workers) or "none"
             raise ConfigError(f"no member {member_id} can be drained; those that can: {names}")
-        if not any(m.kind is member.kind and m is not member and m.stays for m in workers):
+        others = [m for m in workers if m.kind is member.kind and m is not member and m.stays]
+        if not any(not m.validates for m in others) and not member.validates:
             raise ConfigError(
                 f"{member_id} is the last {member.kind.value} member, and the run would wait for another: "
                 "start that one first"
@@ -143,7 +144,7 @@ class Supervisor:
 
     @property
     def rollouts(self) -> list[Member]:
-        """The rollout servers that can take part in a push.
+        """The rollout servers that answer training prompts and can take part in a push.
 
         A suspect server is left out while there are others; if it comes back, it is a newcomer without
         weights. The last server is tried even if it is suspect: on an overloaded machine, silence does not
@@ -152,10 +153,20 @@ class Supervisor:
         Servers in quarantine are left out even if there are no others: a push that fails each time would be
         repeated without end. The run then waits for the quarantine to end.
         """
+        return self._receivers(validates=False)
+
+    @property
+    def validators(self) -> list[Member]:
+        """The validation servers that can take part in a push."""
+        return self._receivers(validates=True)
+
+    def _receivers(self, *, validates: bool) -> list[Member]:
         ready = [
             m
             for m in self.fleet.usable(MemberKind.ROLLOUT)
-            if m.state in RECEIVABLE_STATES and not self._quarantine.holds(m.member_id)
+            if m.validates is validates
+            and m.state in RECEIVABLE_STATES
+            and not self._quarantine.holds(m.member_id)
         ]
         return [m for m in ready if m.health is Health.ALIVE] or ready
 
@@ -172,8 +183,14 @@ class Supervisor:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not any(m.usable for m in members()))
 
-    async def all_ready(self, *, num_rollouts: int, step: int, timeout_s: float) -> None:
-        """Waits for the learner, a reward service and `num_rollouts` servers; announces what is missing.
+    async def all_ready(
+        self, *, num_rollouts: int, step: int, timeout_s: float, num_validators: int = 0
+    ) -> None:
+        """Waits for the learner, a reward service and so many servers; announces what is missing.
+
+        Args:
+            num_rollouts: servers that answer training prompts.
+            num_validators: validation servers.
 
         Raises:
             PeerLostError: a member's failure is final while others are still missing.
@@ -182,6 +199,8 @@ class Supervisor:
 
         def missing() -> list[str]:
             names = [*self._no_learner(), *self._no_reward(), *self._no_rollouts(num_rollouts)]
+            if (short := num_validators - len(self.validators)) > 0:
+                names.append(f"{short} validation server(s), which are started with --validates")
             if names:
                 self._events.phase(step=step, phase=f"waiting for {' and '.join(names)}")
             return names

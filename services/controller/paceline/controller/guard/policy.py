@@ -53,6 +53,7 @@ class GuardDecision:
     Attributes:
         good: no bound but those of warnings was crossed, so that a rollback may return to this step.
         due: why a validation requires a rollback; "" if none does.
+        before: the step of that validation, whose weights a rollback must not take; None without one.
         stop: why the run must end; "" if it may go on.
     """
 
@@ -60,6 +61,7 @@ class GuardDecision:
     good: bool = True
     rollback: bool = False
     due: str = ""
+    before: int | None = None
     stop: str = ""
 
     @property
@@ -117,13 +119,21 @@ class GuardPolicy:
         self.adjustments = Adjustments()
         self.num_rollbacks = 0
         self.best = BestValidations()
-        self._due = ""
+        self._due, self._due_step = "", 0
         self.tallies: dict[str, RuleTally] = {}
         self.histories = Histories(window=config.window, min_history=config.min_history)
 
+    @property
+    def fallen(self) -> int | None:
+        """The step whose validation requires a rollback that is due; None if none does."""
+        return self._due_step or None if self._due else None
+
     def judge(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
         """Judges a finished step by its readings; adjustments take effect from the next step on."""
-        return self._judge(step, readings, lambda rule, network: not RULES[rule].of_validation, due=self._due)
+        decision = self._judge(
+            step, readings, lambda rule, network: not RULES[rule].of_validation, due=self._due
+        )
+        return replace(decision, before=self.fallen)
 
     def judge_validation(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
         """Judges the validation after a step.
@@ -133,7 +143,7 @@ class GuardPolicy:
         seen = {(reading.rule, reading.network) for reading in readings}
         decision = self._judge(step, readings, lambda rule, network: (rule, network) in seen)
         if decision.rollback:
-            self._due = decision.reason
+            self._due, self._due_step = decision.reason, step
         return replace(decision, rollback=False)
 
     def _judge(
@@ -228,6 +238,7 @@ class GuardPolicy:
             "histories": self.histories.state_dict(),
             "best": self.best.state_dict(),
             "due": self._due,
+            **({"due_step": self._due_step} if self._due else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -240,4 +251,4 @@ class GuardPolicy:
         self.tallies = {key: RuleTally(**tally) for key, tally in state["tallies"].items()}
         self.histories.load_state_dict(state["histories"])
         self.best.load_state_dict(state["best"])
-        self._due = str(state["due"])
+        self._due, self._due_step = str(state["due"]), int(state.get("due_step", 0))

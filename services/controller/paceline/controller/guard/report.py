@@ -65,6 +65,11 @@ class Guard:
         """The adjustments for the next step."""
         return self._policy.adjustments
 
+    @property
+    def fallen(self) -> int | None:
+        """The step whose validation requires a rollback that is due; None if none does."""
+        return self._policy.fallen
+
     def scale_rates(self, step: int, lr_scale: float) -> None:
         """Sets the scale of the learning rates from a step on, as a client asked; rules go on from there."""
         self._policy.adjustments = replace(self._policy.adjustments, lr_scale=lr_scale)

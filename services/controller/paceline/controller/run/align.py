@@ -137,7 +137,8 @@ class Alignment:
         service, supervisor = self._run.config.service, self._supervisor
         if self._run.journal.standing.finished < 0:
             await supervisor.all_ready(
-                num_rollouts=self._run.config.rollout.replicas,
+                num_rollouts=self._run.config.rollout.training_servers,
+                num_validators=self._run.config.rollout.validation_servers,
                 step=self._progress.step,
                 timeout_s=service.startup_timeout_s,
             )
@@ -214,7 +215,7 @@ class Alignment:
         cursor = MixtureState.from_plain(standing.cursor) if standing.cursor else self._first_cursor
         self._lookahead.go_to(cursor)
         self._guard.restore(standing.guard)
-        self._metrics_file.cut(standing.finished)
+        self._metrics_file.cut(standing.finished, standing.validations)
         self._progress.step = max(0, standing.finished)
 
     def _note_resume(self) -> None:

@@ -3,7 +3,8 @@
     weight group -> transfer -> digests compared -> commit in the journal -> servers sample
 
 A version is committed with one digest. A newcomer is a usable server that lacks the committed policy, because
-it has joined late or was restarted.
+it has joined late or was restarted. A validation server that answers held-out prompts keeps its weights and
+takes no part in pushes meanwhile.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class StaleLearnerError(PeerLostError):
 
 
 class Publication:
-    """Brings versions to the rollout servers."""
+    """Brings versions to the rollout servers.
+
+    Attributes:
+        validated: the policy whose validation is under way on validation servers; None if there is none.
+    """
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Publication:
         self._committed: dict[tuple[str, str], tuple[PolicyTag, float]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self.validated: PolicyTag | None = None
 
     async def publish(self, version: int) -> dict[str, float]:
         """Carries out PUBLISH and COMMIT; forms a new weight group if the current one does not fit the fleet.
@@ -101,12 +107,18 @@ class Publication:
         return metrics
 
     def is_served(self, policy: PolicyTag) -> bool:
-        """Returns whether any server samples from exactly this policy; servers may outlive a controller."""
+        """Returns whether any server can sample training prompts from exactly this policy; servers may
+        outlive a controller."""
         return any(self._has(member, policy) for member in self._supervisor.rollouts)
+
+    def is_held_for_validation(self, policy: PolicyTag) -> bool:
+        """Whether a validation server has exactly this policy."""
+        return any(self._has(member, policy) for member in self._supervisor.validators)
 
     def is_outrun(self, policy: PolicyTag) -> bool:
         """Whether a server samples from a newer version, for example one that a rewind has made void."""
-        versions = [m.policy.version for m in self._supervisor.rollouts if m.policy is not None]
+        servers = [*self._supervisor.rollouts, *self._idle_validators]
+        versions = [m.policy.version for m in servers if m.policy is not None]
         return max(versions, default=policy.version) > policy.version
 
     async def to_newcomers(self, policy: PolicyTag, collection: Coroutine[Any, Any, T]) -> T:
@@ -147,11 +159,22 @@ class Publication:
         rollouts = self._supervisor.rollouts
         if not rollouts:
             rollouts = await self._supervisor.rollouts_ready(self._run.config.service.recovery_timeout_s)
+        rollouts = [*rollouts, *self._idle_validators]
         if self._push.epochs.fits(learner, rollouts):
             return
         if self._progress.phase is not Phase.FORMING:
             self._progress.move(Phase.FORMING)
         await self._form(learner, rollouts, version)
+
+    @property
+    def _idle_validators(self) -> list[Member]:
+        """The validation servers that may take other weights."""
+        kept = self.validated
+        validations = self._run.journal.standing.validations
+        if kept is None or validations.get(kept.version) != str(kept):
+            # There is none, or a rewind has made it void.
+            return self._supervisor.validators
+        return [m for m in self._supervisor.validators if not self._has(m, kept)]
 
     async def _form(self, learner: Member, rollouts: Sequence[Member], version: int) -> None:
         if learner.state is LearnerState.LOADING:
@@ -180,7 +203,10 @@ class Publication:
     async def _serve_newcomers(self, policy: PolicyTag) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            newcomers = [m for m in self._supervisor.rollouts if not self._has(m, policy)]
+            # Other validation servers wait for the next push, in the group of all.
+            helpers = self._supervisor.validators if self.validated == policy else []
+            servers = [*self._supervisor.rollouts, *helpers]
+            newcomers = [m for m in servers if not self._has(m, policy)]
             if not newcomers:
                 continue
             try:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.inputs import Inputs
@@ -43,9 +43,14 @@ from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out, polic
 from paceline.controller.run.dataflow.verbs import StepParts, Verbs, timer
 from paceline.controller.run.lookahead import Lookahead
 from paceline.controller.run.publication import Publication
-from paceline.controller.run.records.checkpoints import Checkpoints, ControllerState
+from paceline.controller.run.records.checkpoints import (
+    Checkpoints,
+    ControllerState,
+    ValidationResult,
+)
 from paceline.controller.run.records.metrics import MetricsFile
 from paceline.controller.run.validation import Validation
+from paceline.controller.run.validation_beside import CollectorOf, ValidationBeside
 from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError
@@ -61,7 +66,11 @@ _MAX_RECOLLECTS = 3
 
 
 class Sequencer:
-    """Runs the loop, from where the journal stands to trainer.total_steps."""
+    """Runs the loop, from where the journal stands to trainer.total_steps.
+
+    Args:
+        collector_of: makes the collectors of validations beside training (`rollout.validation_servers`).
+    """
 
     def __init__(
         self,
@@ -76,6 +85,7 @@ class Sequencer:
         guard: Guard,
         turns: Turns,
         flow: Dataflow = policy_gradient,
+        collector_of: CollectorOf | None = None,
     ) -> None:
         self._run, self._config, self.progress, self._inputs = run, run.config, progress, inputs
         self._collector, self._learner, self._guard = collector, learner, guard
@@ -85,6 +95,11 @@ class Sequencer:
         self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
         self._publication = Publication(run, progress, push, learner, supervisor, turns)
         self._validation = Validation(run, progress, inputs, collector, self._publication)
+        if run.config.validates_beside:
+            assert collector_of is not None, "validations beside training have collectors of their own"
+            self._validation = ValidationBeside(
+                run, progress, inputs, collector_of, self._publication, supervisor
+            )
         batches = TrainingBatches(run, inputs)
         self._lookahead = Lookahead(
             run, progress, inputs=inputs, batches=batches, collector=collector, publication=self._publication
@@ -116,6 +131,7 @@ class Sequencer:
             ahead=WorkAheadDriver(run, learner, lambda: self._alignment.learner),
             lookahead=self._lookahead,
             replay=ReplayBuffer(run),
+            validation=self._validation,
             write_metrics=self._write_metrics,
         )
         self._curriculum = Curriculum(run.config, inputs.cursor)
@@ -140,6 +156,7 @@ class Sequencer:
             while not await self._run_until_loss():
                 await self._checkpoints.abandon()
         finally:
+            await self._validation.close()
             await self._checkpoints.abandon()
         finished = self._run.journal.standing.finished
         await self._lookahead.withdraw(finished, f"the run ends with step {finished}")
@@ -179,6 +196,7 @@ class Sequencer:
             while self._alignment.saved is not None:
                 self._finish_saved(self._alignment.saved)
                 await self._alignment.align()
+            await self._validation.go_on()
 
     async def _steps(self) -> None:
         trainer, standing = self._config.trainer, self._run.journal.standing
@@ -218,9 +236,12 @@ class Sequencer:
         metrics = await self._publication.publish(0)
         metrics |= await self._validation.validate(self._policy)
         self._guard.judge_validation(0, metrics)
+        validated = await self._validation.results()
+        _, metrics = self._judge_results(validated, metrics)
         if self._guard.may_roll_back:
-            metrics |= await self._checkpoint(metrics, good=self._guard.good)
-        self._finish_step(metrics)
+            metrics |= await self._checkpoint(metrics, good=self._guard.good, validated=validated)
+        self._finish_step(metrics, validated)
+        await self._validation.clean_up()
 
     async def _step(self) -> None:
         trainer, step = self._config.trainer, self.progress.step
@@ -231,14 +252,34 @@ class Sequencer:
         self._curriculum.after(step, metrics)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
+        validated = await self._validation.results(is_saved=is_due)
+        late_stop, metrics = self._judge_results(validated, metrics)
+        fallen, stop = (step, stop) if stop else late_stop
         if is_due or self.progress.stop_reason or self._supervisor.departures.waiting:
             # A rollback leads to the same state as in a run that nobody stopped.
-            metrics |= await self._checkpoint(metrics, good=is_due and self._guard.good)
-        self._finish_step(metrics)
+            good = is_due and self._guard.good
+            metrics |= await self._checkpoint(metrics, good=good, validated=validated)
+        self._finish_step(metrics, validated)
+        await self._validation.clean_up()
         if stop:
             await self._checkpoints.written()
             self._guard.summarize()
-            raise await self._checkpoints.stopped(step, stop, is_published=True)
+            raise await self._checkpoints.stopped(fallen, stop, is_published=True)
+
+    def _judge_results(
+        self, validated: Sequence[ValidationResult], metrics: Mapping[str, float]
+    ) -> tuple[tuple[int, str], dict[str, float]]:
+        """Has the guard judge results that came in.
+
+        Returns:
+            The step whose validation must end the run, and why ("": none); and the step's metrics.
+        """
+        stop, of_step = (0, ""), dict(metrics)
+        for result in validated:
+            fired = {"guard/fired": of_step.get("guard/fired", 0.0)}
+            why, guarded = self._guard.judge_validation(result.step, {**fired, **result.metrics})
+            stop, of_step = (result.step, why) if why and not stop[1] else stop, of_step | guarded
+        return stop, of_step
 
     # --- a training step
 
@@ -309,7 +350,9 @@ class Sequencer:
 
     # --- the end of a step
 
-    async def _checkpoint(self, metrics: Mapping[str, float], *, good: bool) -> dict[str, float]:
+    async def _checkpoint(
+        self, metrics: Mapping[str, float], *, good: bool, validated: Sequence[ValidationResult]
+    ) -> dict[str, float]:
         """Writes a checkpoint; returns its time as a metric."""
         self.progress.move(Phase.CHECKPOINT)
         state = ControllerState(
@@ -320,31 +363,56 @@ class Sequencer:
             guard=self._guard.state_dict(),
             good=good,
             metrics={**metrics, "timing_s/checkpoint": 0.0},
+            unsure=self._first_unsure(validated),
+            validated=validated,
         )
         with span("checkpoint"):
             seconds = await self._checkpoints.save(self._alignment.learner, state)
         self._saved = state.step
         return {"timing_s/checkpoint": seconds}
 
+    def _first_unsure(self, validated: Sequence[ValidationResult]) -> int | None:
+        """Returns the first step whose validation beside training may still lead to a rollback, or will."""
+        if not self._config.validates_beside:
+            return None
+        judged = {result.step for result in validated}
+        unsure = set(self._run.journal.standing.validations) - judged
+        fallen = self._guard.fallen
+        return min(unsure | ({fallen} if fallen is not None else set()), default=None)
+
     def _finish_saved(self, state: ControllerState) -> None:
         """Finishes a step that was interrupted after its checkpoint was written."""
         self.progress.step = state.step
         self._lookahead.go_to(state.cursor)
         self._guard.restore(state.guard)
-        self._finish_step(state.metrics)
+        self._finish_step(state.metrics, state.validated)
 
-    def _finish_step(self, metrics: Mapping[str, float]) -> None:
+    def _finish_step(self, metrics: Mapping[str, float], validated: Sequence[ValidationResult] = ()) -> None:
         step, digest = self.progress.step, self._write_metrics(metrics)
-        self._run.journal.record(
-            "step",
-            step=step,
-            metrics=digest,
-            log_position=self._lookahead.log_position_after(step),
-            cursor=self._lookahead.cursor_after(step).to_plain(),
-            guard=self._guard.state_dict(),
-        )
+        # A line of its own for each result, under the step whose weights were evaluated.
+        closed = [
+            {
+                "event": "validated",
+                "step": result.step,
+                "policy": result.policy,
+                "metrics": self._metrics_file.append(result.step, result.metrics),
+            }
+            for result in validated
+        ]
+        finished = {
+            "event": "step",
+            "step": step,
+            "metrics": digest,
+            "log_position": self._lookahead.log_position_after(step),
+            "cursor": self._lookahead.cursor_after(step).to_plain(),
+            "guard": self._guard.state_dict(),
+        }
+        self._run.journal.record_all([*closed, finished])
         self._lookahead.finish(step)
         self._run.events.step(step, metrics)
+        for result in validated:
+            record_training(step, result.metrics)
+            self._run.events.validation(result.step, result.metrics)
 
     def _write_metrics(self, metrics: Mapping[str, float]) -> str:
         """Writes a step's metrics; returns the digest of their line."""

@@ -14,12 +14,13 @@ from paceline.controller.verify.files.step_files import StepFiles
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.journal import deadlines
 from paceline.controller.verify.journal.entries import parse, read
-from paceline.controller.verify.journal.history import History, OnFinished
+from paceline.controller.verify.journal.history import History, OnFinished, OnValidated
 from paceline.controller.verify.journal.steps import StepHistory
+from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.service import process_ends
 from paceline.storage.places import checkpoints_of
 
-_ENDS_OF_STEPS = re.compile(rb'"event": ?"(step|rewind)"')
+_ENDS_OF_STEPS = re.compile(rb'"event": ?"(step|validated|rewind)"')
 
 
 def verify(run_dir: Path) -> Findings:
@@ -36,11 +37,16 @@ def verify(run_dir: Path) -> Findings:
 
     def check_files(history: History, step: StepHistory, number: int, entry: JournalEntry) -> None:
         # The files of a void step were overwritten.
-        if valid.get(number) == entry.line:
+        if valid.get(("step", number)) == entry.line:
             files.check(step, number, entry, history.run_id, history.term)
 
-    history = follow(read(journal, findings), findings, config, check_files)
-    if fault := lines.fault(history.steps, history.finished):
+    def check_validation(history: History, check: ValidationCheck, entry: JournalEntry) -> None:
+        if valid.get(("validated", check.step)) == entry.line:
+            files.check_validation(check, entry, history.run_id)
+
+    history = follow(read(journal, findings), findings, config, check_files, check_validation)
+    validated = {*history.beside.over, *history.beside.unfinished}
+    if fault := lines.fault(history.steps, history.finished, validated):
         findings.add(Invariant.RECORD, f"metrics.jsonl {fault}")
     checkpoints.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, lines)
     findings.ends = [str(end) for end in process_ends.read(run_dir)]
@@ -53,9 +59,11 @@ def follow(
     findings: Findings,
     config: RunConfig,
     on_finished: OnFinished | None = None,
+    on_validated: OnValidated | None = None,
 ) -> History:
-    """Checks a journal in one pass; calls `on_finished` with each finished step."""
-    history = History(findings, config, on_finished)
+    """Checks a journal in one pass; calls `on_finished` with each finished step, `on_validated` with each
+    validation beside training that is over."""
+    history = History(findings, config, on_finished, on_validated)
     history.follow(deadlines.check(entries, config, findings))
     steps = history.steps.values()
     findings.counts["steps finished"] = len(steps)
@@ -66,16 +74,17 @@ def follow(
     return history
 
 
-def _valid_steps(journal: Path) -> dict[int, int]:
-    """Returns the line number of each step's last `step` event, without steps that a rewind made void."""
-    valid: dict[int, int] = {}
+def _valid_steps(journal: Path) -> dict[tuple[str, int], int]:
+    """Returns the line number of each step's last `step` and `validated` event, without steps that a rewind
+    made void."""
+    valid: dict[tuple[str, int], int] = {}
     with journal.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             event = parse(line) if _ENDS_OF_STEPS.search(line) else None
             if event is None:
                 continue
-            if event.get("event") == "step":
-                valid[int(event["step"])] = number
-            elif event.get("event") == "rewind":
-                valid = {step: at for step, at in valid.items() if step <= int(event["to_step"])}
+            if (kind := event.get("event")) in ("step", "validated"):
+                valid[kind, int(event["step"])] = number
+            elif kind == "rewind":
+                valid = {key: at for key, at in valid.items() if key[1] <= int(event["to_step"])}
     return valid

@@ -25,11 +25,16 @@ def run(args: argparse.Namespace) -> int:
     check_installed(args.trackers)
     faults: list[str] = []
     sink, count = Sink(args.trackers, folder, say=faults.append, max_waiting=_MAX_WAITING), 0
+    sent: set[int] = set()
     lines = (line for line in read_jsonl(folder / "metrics.jsonl") if isinstance(line.get("step"), int))
     for line in lines:
-        count += 1
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         step, at = int(numbers.pop("step")), float(numbers.pop("time", 0.0))
+        if step in sent:
+            sink.validation(step, numbers, at)
+            continue
+        count += 1
+        sent.add(step)
         sink.step(step, numbers, at)
     if not count:
         raise DataError(f"{folder} has no finished step (no metrics.jsonl); give a run directory")

@@ -176,6 +176,8 @@ def _data(
 def _tree(tree: dict[str, Any], args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Returns the configuration of a run that validates its starting model and then ends."""
     rollout = dict(tree.get("rollout", {}))
+    # Nothing is trained, so all servers answer.
+    rollout.pop("validation_servers", None)
     sampling = dict(rollout.get("val", {}))
     sampling |= {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     if sampling.get("n", 1) > 1 and not sampling.get("temperature"):

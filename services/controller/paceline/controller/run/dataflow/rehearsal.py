@@ -96,6 +96,7 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
         ahead=stand_ins,
         lookahead=lookahead,
         replay=ReplayBuffer(run),
+        validation=stand_ins,
         write_metrics=lambda metrics: None,
     )
     patience = run.config.collect_timeout_s
@@ -186,6 +187,9 @@ class _StandIns:
     async def publish(self, version: int) -> Mapping[str, float]:
         """Returns the metrics of a push, but pushes nothing."""
         return _PUSHED
+
+    async def make_way(self, version: int) -> None:
+        """Returns at once, since no validation is under way."""
 
     @contextlib.asynccontextmanager
     async def during(self, order: Order, adjustments: object) -> AsyncIterator[None]:

@@ -40,6 +40,7 @@ from paceline.controller.run.records import metrics as step_metrics
 from paceline.controller.run.records.checkpoints import Checkpoints
 from paceline.controller.run.records.train_metrics import of_origins
 from paceline.controller.run.records.trajectories import saving_trajectories
+from paceline.controller.run.validation import Validation
 from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, IllegalTransitionError
 from paceline.core.policy import PolicyTag
@@ -69,6 +70,7 @@ class StepParts:
     ahead: WorkAheadDriver
     lookahead: Lookahead
     replay: ReplayBuffer
+    validation: Validation
     write_metrics: Callable[[Mapping[str, float]], object]
 
 
@@ -321,6 +323,7 @@ class Verbs:
             async with saving_trajectories(parts.run, self.number, batch, self._prompts, parts.collector):
                 guarded = await self._judge(result, batch, step_s)
                 batch = replace(batch, gen_s=batch.gen_s + await parts.lookahead.settle())
+                await parts.validation.make_way(self.number)
                 pushed = await parts.publication.publish(self.number)
             self._metrics = step_metrics.assemble(
                 batch,
@@ -355,7 +358,7 @@ class Verbs:
             with span("rollback"):
                 await parts.lookahead.withdraw(step, f"step {step} is rolled back")
                 metrics |= await parts.checkpoints.roll_back(
-                    parts.alignment.learner, step=step, reason=decision.reason
+                    parts.alignment.learner, step=step, reason=decision.reason, before=decision.before
                 )
             parts.guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
             self.rolled_back = True

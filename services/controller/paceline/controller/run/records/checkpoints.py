@@ -25,6 +25,15 @@ _VOID = "void_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationResult:
+    """The metrics of the validation of a step's weights; the policy as text."""
+
+    step: int
+    policy: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
     """The controller's state at the end of a step, for a run that resumes from its checkpoint.
 
@@ -33,6 +42,9 @@ class ControllerState:
         guard: the state of the guard's policy.
         good: whether a rollback may return to these weights.
         metrics: the step's metrics up to its checkpoint, with which the step can be finished.
+        unsure: the first step whose validation beside training is not judged, or requires a rollback that is
+            due; None if there is none.
+        validated: the results of validations beside training that came in during the step.
     """
 
     run_id: str
@@ -42,10 +54,16 @@ class ControllerState:
     guard: Mapping[str, Any] = field(default_factory=dict)
     good: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
+    unsure: int | None = None
+    validated: Sequence[ValidationResult] = ()
 
     def to_bytes(self) -> bytes:
         """Encodes the state as JSON text."""
         plain = {**asdict(self), "cursor": self.cursor.to_plain()}
+        if not self.validated:
+            del plain["validated"]
+        if self.unsure is None:
+            del plain["unsure"]
         return json.dumps(plain, sort_keys=True).encode()
 
     @classmethod
@@ -53,6 +71,7 @@ class ControllerState:
         """Reads the parsed output of `to_bytes`; raises CheckpointError if it cannot be read."""
         known = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         try:
+            known["validated"] = [ValidationResult(**result) for result in known.get("validated", ())]
             return cls(**{**known, "cursor": MixtureState.from_plain(plain["cursor"])})
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
@@ -130,10 +149,11 @@ def _manifest_digest(folder: Folder) -> str:
         return ""
 
 
-def outdated(root: Folder, keep: int) -> list[Folder]:
+def outdated(root: Folder, keep: int, *, unsure: int | None = None) -> list[Folder]:
     """Returns the old checkpoints that may be removed.
 
-    The newest `keep` complete checkpoints and the newest good one stay. Incomplete and damaged ones stay only
+    The newest `keep` complete checkpoints and the newest good one stay; so does the newest good one before
+    the step `unsure`, whose weights may not be good. Incomplete and damaged ones stay only
     if they are newer than the newest complete one; they do not count. A void one stays until there is a
     complete one of its step or of a later step.
     """
@@ -142,6 +162,8 @@ def outdated(root: Folder, keep: int) -> list[Folder]:
         return []
     good = [folder.name for folder, state in intact if state.good]
     kept = {*(folder.name for folder, _ in intact[:keep]), *good[:1]}
+    if unsure is not None:
+        kept |= set([f.name for f, state in intact if state.good and state.step < unsure][:1])
     newest = _step_of(intact[0][0])
     old = [f for f in _steps(root) if f.name not in kept and _step_of(f) < newest]
     return old + [f for f in _steps(root, f"{_VOID}step_") if _step_of(f) <= newest]
@@ -217,7 +239,7 @@ class Checkpoints:
         journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good, manifest=manifest)
         try:
             keep = self._run.config.trainer.keep_checkpoints
-            old = await in_thread(outdated, self._run.checkpoints, keep)
+            old = await in_thread(lambda: outdated(self._run.checkpoints, keep, unsure=state.unsure))
             # The journal comes first: if this task or process ends in between, the journal still explains the
             # missing checkpoint.
             for superseded in old:
@@ -226,16 +248,22 @@ class Checkpoints:
         except (CheckpointError, OSError) as error:
             self._run.events.notice(f"step {state.step}: old checkpoints cannot be removed: {error}")
 
-    async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
+    async def roll_back(
+        self, learner: Member, *, step: int, reason: str, before: int | None = None
+    ) -> dict[str, float]:
         """Makes the learner load the last good weights as version `step`; returns metrics.
 
         If these are damaged, it loads the good ones before them.
+
+        Args:
+            before: only weights of steps before this one are good.
 
         Raises:
             CheckpointError: there are none.
         """
         await self.written()
-        for folder, state in await in_thread(lambda: list(self._good(step))):
+        last = step if before is None else min(step, before - 1)
+        for folder, state in await in_thread(lambda: list(self._good(last))):
             self._run.journal.record(
                 "rollback", step=step, to_step=state.step, folder=str(folder), reason=reason
             )
@@ -254,7 +282,8 @@ class Checkpoints:
 
     async def stopped(self, step: int, reason: str, *, is_published: bool = False) -> GuardError:
         """Returns the error with which the guard ends a run; `is_published`: after a validation."""
-        last_good = await in_thread(lambda: next(self._good(step), None))
+        # The checkpoint of a step may be older than the judgement of its validation.
+        last_good = await in_thread(lambda: next(self._good(step - is_published), None))
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"
         weights = "were published" if is_published else "were not published"
         return GuardError(

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -144,16 +144,26 @@ def _dynamic_sampling(batch: Batch, num_extra: int) -> dict[str, float]:
 
 
 class MetricsFile:
-    """One JSON line per step, keys in a fixed order, so that two runs can be compared line by line."""
+    """One JSON line per step, keys in a fixed order, so that two runs can be compared line by line.
+
+    A validation beside training has a line of its own, the second one of its step.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def cut(self, last_step: int) -> None:
-        """Drops the lines of later steps, which are unfinished or void."""
-        lines = _lines(self._path)
-        complete = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in complete if int(json.loads(line)["step"]) <= last_step]
+    def cut(self, last_step: int, validated: Collection[int] = ()) -> None:
+        """Drops the lines of later steps, which are unfinished or void, and those of some validations.
+
+        Args:
+            validated: the steps whose validation beside training is made again.
+        """
+        lines, kept, seen = _lines(self._path), list[str](), set[int]()
+        for line in (line for line in lines if line.endswith("\n")):
+            step = int(json.loads(line)["step"])
+            if step <= last_step and not (step in seen and step in validated):
+                kept.append(line)
+            seen.add(step)
         if kept == lines and self._path.exists():
             return
         write_atomically(self._path, "".join(kept))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
 class MetricsLines:
     """Reads the file once for the step of each line, and a line's content again on request.
+
+    The second line of a step is that of its validation beside training.
 
     Attributes:
         steps: the step of each complete line, in the order of the file; -1 for an unreadable line.
@@ -19,6 +21,7 @@ class MetricsLines:
     def __init__(self, path: Path) -> None:
         self._path, self.steps = path, array("q")
         self._places: dict[int, tuple[int, int]] = {}
+        self._of_validations: dict[int, tuple[int, int]] = {}
         if not path.exists():
             return
         with path.open("rb") as file:
@@ -27,28 +30,37 @@ class MetricsLines:
                 if line.endswith(b"\n"):
                     step = _step_of(line)
                     self.steps.append(step)
-                    self._places[step] = start, len(line) - 1
+                    places = self._of_validations if step in self._places else self._places
+                    places[step] = start, len(line) - 1
                 start += len(line)
 
     def of(self, step: int) -> tuple[bytes, dict[str, Any]] | None:
         """Returns a step's line and its content; None if there is none."""
-        if step < 0 or step not in self._places:
+        return self._read(step, self._places)
+
+    def of_validation(self, step: int) -> tuple[bytes, dict[str, Any]] | None:
+        """Returns the line of a step's validation beside training and its content; None if there is none."""
+        return self._read(step, self._of_validations)
+
+    def _read(self, step: int, places: Mapping[int, tuple[int, int]]) -> tuple[bytes, dict[str, Any]] | None:
+        if step < 0 or step not in places:
             return None
-        start, length = self._places[step]
+        start, length = places[step]
         with self._path.open("rb") as file:
             file.seek(start)
             line = file.read(length)
         return line, json.loads(line)
 
-    def fault(self, finished: Collection[int], last: int) -> str:
+    def fault(self, finished: Collection[int], last: int, validated: Collection[int] = ()) -> str:
         """Returns a fault in the order of the lines' steps, or "".
 
         Args:
             finished: the finished steps, each of which must have a line.
             last: the last of them; the step after it may have a line.
+            validated: the steps that may have a second line, that of their validation.
         """
         expected = sorted(finished)
-        given: Sequence[int] = self.steps.tolist()
+        given = self._without_validations(validated)
         if given in (expected, [*expected, last + 1]):
             return ""
         seen: set[int] = set()
@@ -66,6 +78,18 @@ class MetricsLines:
         if extra:
             return f"has a line of step {extra[0]}, which is not finished"
         return f"is not in the order of the steps: {', '.join(map(str, given))}"
+
+    def _without_validations(self, validated: Collection[int]) -> Sequence[int]:
+        """Returns the steps of the lines, without the second line of the steps in `validated`."""
+        given: list[int] = []
+        seen, second = set[int](), set[int]()
+        for step in self.steps:
+            if step in seen and step in validated and step not in second:
+                second.add(step)
+            else:
+                given.append(step)
+            seen.add(step)
+        return given
 
 
 def _step_of(line: bytes) -> int:

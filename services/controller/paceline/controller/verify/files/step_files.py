@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from paceline.controller.verify.digests import digest_of, file_digest
 from paceline.controller.verify.files.metrics_lines import MetricsLines
@@ -52,15 +53,34 @@ class StepFiles:
             if of_batch.max_staleness and step.rows and len(check.num_sampled) == len(step.rows):
                 computed["barrier/staleness/mean"], _ = token_ages(_parts(step.rows, check), number)
         if step.validation is not None:
-            validation, of_answers = step.validation, step.validation.term
-            rows = list(validation.rows())
-            policy = PolicyTag.parse(validation.policy)
-            check = self._file_check(run_id, policy, None, of_answers)
-            check.own_shapes = validation.shapes()
             name = f"val_{number:06d}.parquet"
-            self._check_file(name, check, rows, step.saved.get(name), of_answers, validation.entry)
-            computed |= validation.metrics() | _of_answers(validation, rows, check)
-        self._check_line(number, computed, entry, step, term)
+            computed |= self._check_answers(step.validation, name, step.saved.get(name), run_id)
+        names = _all if step.validation is None else _COUNTS_PROMPTS.fullmatch
+        line = self._metrics.of(number)
+        self._check_line(f"line of step {number}", line, computed, entry, step.term or term, names)
+
+    def check_validation(self, validation: ValidationCheck, entry: JournalEntry, run_id: str) -> None:
+        """Checks a validation beside training that is over.
+
+        Args:
+            entry: its event `validated`.
+        """
+        number = validation.step
+        computed = self._check_answers(validation, f"val_{number:06d}.parquet", validation.saved, run_id)
+        line, what = self._metrics.of_validation(number), f"line of the validation of step {number}"
+        if line is None:
+            self._findings.add(Invariant.RECORD, f"metrics.jsonl lacks the {what}, which is over", entry)
+        self._check_line(what, line, computed, entry, validation.term, _COUNTS_PROMPTS.fullmatch)
+
+    def _check_answers(
+        self, validation: ValidationCheck, name: str, saved: JournalEntry | None, run_id: str
+    ) -> dict[str, float]:
+        """Checks a validation's file; returns the metrics that follow from it."""
+        term, rows = validation.term, list(validation.rows())
+        check = self._file_check(run_id, PolicyTag.parse(validation.policy), None, term)
+        check.own_shapes = validation.shapes()
+        self._check_file(name, check, rows, saved, term, validation.entry)
+        return validation.metrics() | _of_answers(validation, rows, check)
 
     def _file_check(
         self, run_id: str, policy: PolicyTag, shapes: Mapping[str, Shape] | None, term: Term
@@ -108,20 +128,29 @@ class StepFiles:
             unseen["digests of trajectories whose messages have a different schema version"] += 1
 
     def _check_line(
-        self, number: int, computed: Mapping[str, float], entry: JournalEntry, step: StepHistory, term: Term
+        self,
+        what: str,
+        line: tuple[bytes, dict[str, Any]] | None,
+        computed: Mapping[str, float],
+        entry: JournalEntry,
+        term: Term,
+        may_be_strange: Callable[[str], object],
     ) -> None:
-        line = self._metrics.of(number)
         if line is None:
             return
         text, plain = line
         faults = list(recomputed_metrics.differences(plain, computed))
-        if (step.term or term).is_recorded:
-            names = plain if step.validation is None else filter(_COUNTS_PROMPTS.fullmatch, plain)
+        if term.is_recorded:
+            names = filter(may_be_strange, plain)
             faults += recomputed_metrics.strangers(names, computed, _VALIDATION)
         if entry.get("metrics") not in (None, digest_of(text)):
             faults.append("was changed after it was written")
         for fault in faults:
-            self._findings.add(Invariant.RECORD, f"the line of step {number} in metrics.jsonl {fault}", entry)
+            self._findings.add(Invariant.RECORD, f"the {what} in metrics.jsonl {fault}", entry)
+
+
+def _all(name: str) -> bool:
+    return True
 
 
 def _parts(rows: Sequence[TrajectoryRow], check: FileCheck) -> Iterator[PolicyRange]:

@@ -7,7 +7,8 @@ With a bound (`barrier.max_staleness`) steps are dispatched and collected while 
 
 After `resume` the step's collection begins again from the same log, and each trajectory must get the same
 verdict as before. `recollect` makes the step's trajectories void, and `rewind` makes every step after its
-target void. A step that is dispatched again must have the same prompts.
+target void. A step that is dispatched again must have the same prompts. Validations on servers of their own
+go on beside the steps (`beside`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.journal.beside import ValidationsBeside
 from paceline.controller.verify.journal.chosen_rows import rows_of
 from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.prompt_order import PromptOrder
@@ -43,6 +45,9 @@ _COUNTED = {
 }
 
 
+OnValidated = Callable[["History", ValidationCheck, JournalEntry], None]
+"""Takes a validation beside training that is over, with its event `validated`."""
+
 OnFinished = Callable[["History", StepHistory, int, JournalEntry], None]
 """Takes a step that is finished, with its number and its event `step`."""
 
@@ -53,6 +58,7 @@ class History:
     Args:
         config: the settings of terms whose event `run` does not record them.
         on_finished: called with each step that is finished, its number and its event `step`.
+        on_validated: called with each validation beside training that is over.
 
     Attributes:
         versions: the committed versions.
@@ -67,7 +73,9 @@ class History:
         findings: Findings,
         config: RunConfig,
         on_finished: OnFinished | None = None,
+        on_validated: OnValidated | None = None,
     ) -> None:
+        self._on_validation_over: OnValidated = on_validated or (lambda history, check, entry: None)
         self.findings, self._config = findings, config
         self._on_finished: OnFinished = on_finished or (lambda history, step, number, entry: None)
         self.versions = Versions(findings)
@@ -81,6 +89,7 @@ class History:
         self._open = OpenSteps(findings)
         self._order = PromptOrder(findings)
         self._replays = Replays(findings)
+        self.beside = ValidationsBeside(findings, self.versions)
         self._handlers: Mapping[str, Callable[[JournalEntry], None]] = {
             "run": self._on_run,
             "resume": self._on_resume,
@@ -101,6 +110,8 @@ class History:
             "newcomers": self._on_newcomers,
             "validate": self._on_validate,
             "val_group_dropped": self._on_val_group_dropped,
+            "validated": self.beside.validated,
+            "validation_skipped": self.beside.skipped,
             "saved": self._on_saved,
             "step": self._on_step,
             "checkpoint": self._on_checkpoint,
@@ -140,6 +151,7 @@ class History:
         self._phase, self.ended = Phase.STARTING, None
         self._term = term = Term.read(entry, self._config)
         self.versions.restart()
+        self.beside.restart()
         self.versions.repeatable = self.versions.repeatable and term.on_cpu
         self._order.begin_term(term, in_step=self._open.current is not None)
         term.note_unseen(self.findings)
@@ -199,6 +211,7 @@ class History:
                 entry,
             )
         self._open.rewind(to_step, self.steps)
+        self.beside.rewind(to_step)
         self.steps = {number: step for number, step in self.steps.items() if number <= to_step}
         self.finished = min(self.finished, to_step)
         known = self.steps.get(to_step)
@@ -210,6 +223,9 @@ class History:
         self.ended = entry
         if not entry["ok"]:
             return
+        num_steps = self._config.trainer.total_steps
+        if num_steps is not None and self.finished >= num_steps:
+            self.beside.end(entry)
         if self._phase is not Phase.ENDED:
             self.findings.add(
                 Invariant.I5, f"the run ended well in phase {self._phase.value}", self._run, entry
@@ -293,6 +309,10 @@ class History:
         verdict = str(entry["verdict"])
         key = TrajectoryId.parse(entry["id"])
         self.findings.counts[f"trajectories {verdict.replace('_', ' ')}"] += 1
+        if "beside" in entry.event:
+            if verdict == "admitted":
+                self.beside.admit(key, entry)
+            return
         is_ahead = "ahead" in entry.event
         step = self._open.ahead.get(int(entry["ahead"])) if is_ahead else self._open.current
         is_collected = self._phase is Phase.COLLECT or (is_ahead and self._phase is Phase.LEARN)
@@ -330,6 +350,9 @@ class History:
     # --- validations
 
     def _on_validate(self, entry: JournalEntry) -> None:
+        if entry.get("beside"):
+            self.beside.begin(entry, self.term)
+            return
         self.versions.check_policy(str(entry["policy"]), f"step {entry['step']} was validated with", entry)
         step = self._validated()
         if step.number >= 0 and step.number != int(entry["step"]):
@@ -355,12 +378,15 @@ class History:
             self.findings.add(Invariant.I2, f"{key} was admitted, but no validation was asked for", entry)
 
     def _on_val_group_dropped(self, entry: JournalEntry) -> None:
+        if self.beside.drop(entry):
+            return
         step = self._open.current
         if step is not None and step.validation is not None:
             step.validation.drop(entry)
 
     def _on_saved(self, entry: JournalEntry) -> None:
-        self._validated().saved[str(entry["file"])] = entry
+        if not self.beside.note_saved(entry):
+            self._validated().saved[str(entry["file"])] = entry
 
     # --- the rest of a step
 
@@ -492,6 +518,8 @@ class History:
             step.validation.close(entry)
         self._order.finish(entry)
         self._on_finished(self, step, number, entry)
+        for check, validated in self.beside.finish(number):
+            self._on_validation_over(self, check, validated)
         rule = step.term.replay_rule if step.term is not None else self.term.replay_rule
         self._replays.finish(number, step.kept_rows(), rule, self.checkpoints)
         # This keeps memory small even for long runs.

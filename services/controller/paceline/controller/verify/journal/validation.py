@@ -75,12 +75,14 @@ class ValidationCheck:
 
     Attributes:
         sets: the requested sets.
+        saved: the event of the file of answers, of a validation beside training.
     """
 
     def __init__(
         self, entry: JournalEntry, term: Term, findings: Findings, before: ValidationCheck | None = None
     ) -> None:
         self.entry, self.term, self._findings = entry, term, findings
+        self.saved: JournalEntry | None = None
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
         asked = entry.get("sets") or {"": entry}
         self.sets = [AskedSet.of(name, of_set) for name, of_set in asked.items()]

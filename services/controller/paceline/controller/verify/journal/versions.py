@@ -52,6 +52,18 @@ class Versions:
                 entry,
             )
 
+    def check_validated(self, step: int, policy: str, what: str, entry: JournalEntry) -> None:
+        """Notes a breach if `policy` is not that of a step's weights."""
+        commit = self._commits.get(step)
+        committed = "nothing" if commit is None else f"v{step}@{commit.digest}"
+        if policy != committed:
+            self._findings.add(
+                Invariant.I1,
+                f"{what} {policy}, but {committed} is the step's policy",
+                commit.entry if commit is not None else None,
+                entry,
+            )
+
     def check_newcomers(self, entry: JournalEntry) -> None:
         """Checks a push to servers that came in mid-step."""
         if entry["version"] != self.newest:
