@@ -1,23 +1,25 @@
 """Codecs: msgpack for the mailboxes, protobuf for the calls, both validated on receipt."""
 
 from paceline.wire.fields import LIMITS
+from paceline.wire.mailbox.headers import (
+    decode_scored,
+    decode_trajectory_header,
+    decode_trajectory_headers,
+    encode_group_refusal,
+    encode_scored_header,
+    encode_trajectory_group,
+    encode_trajectory_header,
+    refusal_of,
+)
 from paceline.wire.mailbox.images import image_of, pack_pixels, unpack_pixels
 from paceline.wire.mailbox.messages import (
     blob_digest,
     decode_log_probs,
     decode_prompt_group,
-    decode_scored,
     decode_trajectory,
-    decode_trajectory_header,
-    decode_trajectory_headers,
-    encode_group_refusal,
     encode_log_probs,
     encode_prompt_group,
-    encode_scored_header,
     encode_trajectory,
-    encode_trajectory_group,
-    encode_trajectory_header,
-    refusal_of,
 )
 from paceline.wire.mailbox.progress import decode_progress, encode_progress
 
