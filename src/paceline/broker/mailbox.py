@@ -27,7 +27,7 @@ class Mailbox:
 
     Args:
         broker: where the stream is.
-        stream: its name; stream and group are created where missing.
+        stream: name of the stream; stream and group are created if missing.
         group: consumers of one group share the stream; each entry goes to one of them.
         consumer: unique within the group: two of the same name would renew each other's leases.
         lease_s: seconds without renewal after which an entry may go to another consumer.

@@ -116,7 +116,7 @@ def ask_python(
     Args:
         hosts: where the remote shell is named.
         host: whose folder is the program's working directory.
-        words: its arguments.
+        words: arguments of the program.
         env: further variables, for values that must not appear in a process list.
 
     Raises:

@@ -21,7 +21,7 @@ class EstimatorTraits:
     Attributes:
         options: its options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
         needs: what a run must have for it, as in `Algorithm.needs`.
-        of_group: its advantages follow only from the samples of their own prompt.
+        of_group: whether a prompt's advantages follow only from its own samples.
     """
 
     options: tuple[str, ...] = ()

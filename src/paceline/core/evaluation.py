@@ -27,7 +27,7 @@ class EvaluatedAnswer:
     """One scored answer to a held-out prompt.
 
     Attributes:
-        prompt: which prompt, unique in its set.
+        prompt: number of the prompt, unique in its set.
         reward: None if the answer could not be scored.
         final: the response's `final_answer`; None where its text is not known.
         num_tokens: number of tokens that the policy sampled.
@@ -109,7 +109,7 @@ def evaluate(
     """Measures a set of prompts; every prompt counts the same.
 
     Args:
-        answers: to any prompts of the set, in any order; those without a reward are left out.
+        answers: answers to prompts of the set, in any order; those without a reward are left out.
         num_asked: number of prompts in the set.
         right_above: an answer with a reward above this is right.
         samples_votes: also compute maj@k for fewer answers than there are, which takes 200 draws per prompt

@@ -76,7 +76,7 @@ class GpuUsage:
 
     Attributes:
         utilisation: share of the driver's last period in which a kernel ran.
-        memory_bytes: in use.
+        memory_bytes: memory in use.
     """
 
     uuid: str
@@ -91,7 +91,7 @@ class Usage:
     Attributes:
         cpu_seconds: since they began.
         memory_bytes: resident; pages that they share count for each of them.
-        gpus: those that the process may use.
+        gpus: GPUs that the process may use.
     """
 
     cpu_seconds: float

@@ -52,7 +52,7 @@ class StepTime:
     """The estimated seconds of a step's phases.
 
     Attributes:
-        generation: from the first prompt to the last answer.
+        generation: time from the first prompt to the last answer.
         scoring: old log-probs, reference log-probs, values.
         update: update of the policy, and of the critic.
         weights: the push, and the turns on shared GPUs.

@@ -66,7 +66,7 @@ def settle_copies(
     summed in another order, so they are rounded differently.
 
     Args:
-        config: with `actor.memory` chosen.
+        config: configuration with `actor.memory` chosen.
         ranks_per_host: learner ranks of each host that has any.
         totals: bytes of a GPU of each of these hosts, as far as they are known.
 

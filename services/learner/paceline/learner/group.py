@@ -62,9 +62,9 @@ class RankRegistration:
     """The part of the registration that every rank needs, and where rank 0 listens.
 
     Attributes:
-        checkpoints: those that may be loaded, newest first.
+        checkpoints: checkpoints that may be loaded, newest first.
         run_dir: directory of the run, where this host sees it.
-        host, advertise: of rank 0: what it listens on, and where others reach it.
+        host, advertise: the address on which rank 0 listens, and where others reach it.
     """
 
     config: RunConfig

@@ -19,7 +19,8 @@ class Images:
     """The images of a run's prompts.
 
     Args:
-        max_kept_bytes: of pixels that are kept for prompts that come again: greedy answers, other deliveries.
+        max_kept_bytes: most bytes of pixels kept for prompts that come again: greedy answers, other
+            deliveries.
     """
 
     def __init__(self, broker: Broker, run_id: str, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:

@@ -131,7 +131,7 @@ class RedisServer:
         Args:
             folder: created where missing, readable for this user only.
             keep_data: whether it loads what a server left in the folder; it starts empty otherwise.
-            port: on loopback; 0: any free port.
+            port: port on loopback; 0: any free port.
             max_memory_mib: bound of its memory; None: a quarter of what this machine or container has.
             timeout_s: longest wait for the first answer.
             die_with_parent: whether the server gets SIGTERM when the *thread* that started it ends (the

@@ -152,9 +152,9 @@ def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) ->
     """Returns the type of an optimizer.
 
     Args:
-        ours: the section here.
-        exact: their names of AdamW with averages in float32.
-        compact: of those with averages in 8 bits.
+        ours: our section of the optimizer.
+        exact: the other program's names of AdamW with averages in float32.
+        compact: its names of AdamW with averages in 8 bits.
     """
 
     def convert(value: Any, tree: Tree) -> Tree | Changed:

@@ -87,7 +87,7 @@ class TaskDispatcher:
 
     Args:
         answer_within_s: how long a client may work on a task before another one gets it.
-        max_tries: to how many clients a task is given, one after the other.
+        max_tries: number of clients to which a task is given, one after the other.
     """
 
     def __init__(self, *, answer_within_s: float, max_tries: int = MAX_TRIES) -> None:

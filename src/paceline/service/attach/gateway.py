@@ -67,12 +67,12 @@ class GatewayOptions(Generic[TaskT]):
 
     Args:
         name: name under which clients attach.
-        run_id: told to clients.
+        run_id: id of the run, which clients are told.
         answer_within_s: how long a client may work on a task before another one gets it.
         wait_for_s: how long a task waits for a client.
         source_of: a task's data source.
         size_of: about how many bytes a task has.
-        max_tries: to how many clients a task is given, one after the other.
+        max_tries: number of clients to which a task is given, one after the other.
         stream_age_s: after this time a client is asked to open its stream again.
         groups: whether tasks are groups; a client must then declare that it scores groups.
     """

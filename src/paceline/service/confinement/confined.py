@@ -29,10 +29,10 @@ class ConfinedLimits:
     """What a program may use.
 
     Args:
-        seconds: from start to end.
-        memory_bytes: of each process. disk_bytes: of its /tmp, which is in memory.
+        seconds: time from start to end.
+        memory_bytes, disk_bytes: memory of each process; size of its /tmp, which is in memory.
         max_processes: threads count.
-        max_output_bytes: of what it prints; a program that prints more is ended.
+        max_output_bytes: most bytes of output; a program that prints more is ended.
     """
 
     seconds: float = 10.0

@@ -25,8 +25,8 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
     """Answers from a limited number of threads until it is closed.
 
     Args:
-        host: an address of this machine.
-        port: to listen on.
+        host: address of this machine to listen on.
+        port: port to listen on.
         tls: certificate files; None: plain text.
         asks_callers: over TLS, require of every caller a certificate of the same authority.
 

@@ -51,12 +51,12 @@ class ChainedSequences:
     """All sequences of a packed row of T tokens.
 
     Attributes:
-        first: those without a prefix.
-        then: those with one; None if there are none.
-        prefixes: by sequence of `then`, which of `first` is its prefix.
+        first: sequences without a prefix.
+        then: sequences with a prefix; None if there are none.
+        prefixes: for each sequence of `then`, which of `first` is its prefix.
         order: (T,), the place of each token among those of `first` and `then`.
         begins: (b,), the first tokens of each sequence, as many as a convolution looks back over.
-        looked_at: (b * taps,), for each of them the tokens that end with itself; T for none.
+        looked_at: (b * taps,), for each of them the tokens up to itself; T for none.
     """
 
     first: SequenceRun
@@ -98,7 +98,7 @@ class ChainedSequences:
 def _look_back(
     spans: Sequence[tuple[int, int, int, int]], taps: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens that begin sequences, and for each of them the tokens that end with itself."""
+    """Returns the tokens that begin sequences, and for each of them the `taps` tokens up to itself."""
     begins, looked_at = [], []
     for start, length, prefix_start, prefix_length in spans:
         inside = np.arange(min(length, taps - 1))[:, None]

@@ -41,7 +41,7 @@ def load_newest(
     """Fills a learner from the first of `folders` that is intact; every rank calls it.
 
     Args:
-        learner: at its initial weights.
+        learner: a learner at its initial weights.
         folders: folders of checkpoints, newest first; with none the learner stays as it is.
         notify: called with a sentence for every checkpoint that is passed over, and for a changed rate.
 

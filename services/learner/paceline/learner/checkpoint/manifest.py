@@ -78,7 +78,7 @@ class Manifest:
     Attributes:
         kl: state of the KL controller; empty where the coefficient is fixed.
         base: what the weights belong to.
-        schedules: of the learning rates, by network.
+        schedules: schedules of the learning rates, by network.
         frozen: the digests of frozen networks with weights of their own, by name.
         controller_state: the controller's own JSON.
         histories: the guard's running medians.

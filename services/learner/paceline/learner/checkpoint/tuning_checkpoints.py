@@ -33,7 +33,7 @@ class TuningCheckpoints:
     """The checkpoints of one training; every rank has them and calls them at the same places.
 
     Args:
-        root: their folder.
+        root: folder of the checkpoints.
         state: what is saved; loading writes into its tensors.
         identity: everything that determines the training's numbers, except its start.
         save_freq: steps from one checkpoint to the next; 0: none are written.

@@ -157,7 +157,7 @@ def digest_of_frozen(
     take as long as loading.
 
     Args:
-        folder: in the Hugging Face layout.
+        folder: model folder in the Hugging Face layout.
         parameters: the frozen parameters, by name.
         random_seed: seed of the weights, if they are drawn.
     """

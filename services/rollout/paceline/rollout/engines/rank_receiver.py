@@ -38,7 +38,7 @@ class RankReceiver:
     Args:
         model: the live model.
         device: where its parameters are.
-        describe: which slices the model needs; `full_tensors` instead if the model takes the general path.
+        describe: returns the slices that the model needs, or `full_tensors` if it takes the general path.
         load_full: loads full tensors under their names in the learner's state dict; called only on the
             general path.
 

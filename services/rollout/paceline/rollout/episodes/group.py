@@ -172,7 +172,7 @@ def environment_of(
 
     Args:
         credentials: for a service.
-        run_id, is_over: of `AttachedEnvironment`.
+        run_id, is_over: as for `AttachedEnvironment`.
 
     Raises:
         ConfigError: the file with the service's token cannot be read.

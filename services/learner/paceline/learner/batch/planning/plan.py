@@ -143,7 +143,7 @@ def plan_chunk(
         first_row: the place of the first of them in the step's batch.
         num_data_ranks: ranks that get different rows.
         token_budget: most tokens of one micro-batch.
-        arithmetic: of the policy.
+        arithmetic: arithmetic of the policy.
         share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
 
     Raises:

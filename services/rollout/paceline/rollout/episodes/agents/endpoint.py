@@ -124,7 +124,7 @@ class AgentEndpoint:
         host, port: where to listen; port 0 takes any free one.
         advertise: the address or name under which agents reach it.
         model: the name that it gives the policy.
-        tls: with these files it answers over https.
+        tls: TLS files with which it answers over https; None: http.
     """
 
     def __init__(

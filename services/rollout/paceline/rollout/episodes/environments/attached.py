@@ -32,7 +32,7 @@ class AttachedEnvironment:
 
     Args:
         name: name under which clients attach.
-        run_id: told to them.
+        run_id: id of the run, which clients are told.
         play_s: longest time of an episode.
         wait_s: how long an episode waits for a client.
         is_over: whether the run is over when this closes, so that clients need not attach again.
