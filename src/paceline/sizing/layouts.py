@@ -124,7 +124,7 @@ def faster_with_bound(
         tree["algorithm"] = tree["algorithm"] | {"rollout_correction": {}}
     try:
         best = layouts(parse(RunConfig, tree), machine, **tokens)[0]
-    except ConfigError:  # it does not go with a bound
+    except ConfigError:  # the rest of the configuration rules out a bound
         return None
     if best.refusal or best.time is None or not best.time.overlaps:
         return None

@@ -20,28 +20,29 @@ from paceline.sizing.memory.learner_memory import LearnerMemory
 
 # Share of a card's peak that matrix products of a training step reach; the largest alone reach 0.76.
 _PRODUCTS: Final = 0.65
-# Bytes that elementwise kernels and attention move per number of a layer's activations, forwards and
-# backwards, compiled and not.
+# Bytes that elementwise kernels and attention move in both passes per number of a layer's activations, with
+# compiled layers and without.
 _MOVED_COMPILED, _MOVED_EAGER = 20.0, 32.0
 # Share of the card's memory bandwidth that decoding reaches.
 _READING: Final = 0.95
-# Seconds of a decoding step that its GPU waits for its host: with captured graphs, per sequence, and per
-# layer where kernels are launched one by one.
+# Seconds per decoding step in which the GPU waits for its host: with captured graphs; in addition, per
+# sequence; and per layer, if kernels are launched one by one.
 _HOST_S, _HOST_PER_SEQUENCE_S, _HOST_PER_EAGER_LAYER_S = 1.9e-3, 9.7e-6, 0.3e-3
 # Seconds of an all-reduce between an engine's GPUs; a layer has two.
 _ALL_REDUCE_S: Final = 15e-6
-# Seconds of a layer's forward pass on the host: with kernels launched one by one, which arithmetic hides;
-# compiled, which nothing hides; and for each expert, as experts are computed one after another.
+# Seconds that the host takes for a layer's forward pass: uncompiled, hidden behind arithmetic; compiled, not
+# hidden; and in addition for each expert, because experts are computed one after another.
 _LAUNCH_S, _LAUNCH_COMPILED_S, _LAUNCH_PER_EXPERT_S = 0.15e-3, 0.05e-3, 0.07e-3
 # Share of the gathers and reductions of an update that is not hidden behind arithmetic.
 _EXPOSED: Final = 0.8
-# AdamW: bytes per parameter that are read and written; over the bus where averages are in host memory.
+# AdamW: bytes per parameter that are read and written; those over the bus if averages are in host memory, and
+# the bus's bytes per second.
 _OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
 # Share of the link's rate that a push between GPUs reaches, and bytes per second of a push within one GPU.
 _PUSH_SHARE, _PUSH_SHARED = 0.65, 2.0e11
 _ORDERS_S: Final = 0.03
-# Seconds of sleeping and waking, without the time for the engine's weights, and the rate at which all learner
-# ranks of a host together free memory for it.
+# Sleeping and waking: seconds beside the engine's weights, bytes of weights per second, and bytes per second
+# that all learner ranks of a host together free.
 _TURN_S, _TURN_RATE, _FREEING_RATE = 0.06, 9e10, 2.8e11
 # Seconds of a step for rewards after generation, fetching, advantages and records.
 _REST_S: Final = 0.2

@@ -142,7 +142,7 @@ def _carry_out(order: Mapping[str, Any], launcher: int, orders: socket.socket) -
     _import(order["imports"])
     if _num_threads() > 1:
         return {"error": "an import has started threads"}
-    gc.freeze()  # a collection would write to pages that the processes share
+    gc.freeze()  # garbage collection would write to shared pages
     pid_r, pid_w = os.pipe()
     try:
         between = os.fork()

@@ -200,7 +200,7 @@ class ChildProcess:
         """Kills the process and all that it started; what it has already written can still be received."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for _ in range(_KILL_ROUNDS):  # what is killed may just have started another one
+        for _ in range(_KILL_ROUNDS):  # a killed process may just have started another one
             left = _marked(self._mark)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

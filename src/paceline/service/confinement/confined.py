@@ -95,7 +95,7 @@ async def run_confined(command: Command) -> CommandResult:
     report, theirs = os.pipe()
     try:
         outcome = await _run(command, theirs)
-        os.set_blocking(report, False)  # whatever has the other end has been killed
+        os.set_blocking(report, False)  # every process that has the other end was killed
         with contextlib.suppress(BlockingIOError):
             return _checked(outcome, os.read(report, _READ_BYTES), command)
         return _checked(outcome, b"", command)

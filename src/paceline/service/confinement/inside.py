@@ -186,7 +186,7 @@ def _become(spec: dict[str, Any], report: int) -> int:
         os.setresgid(_INSIDE_ID, _INSIDE_ID, _INSIDE_ID)
         os.setresuid(_INSIDE_ID, _INSIDE_ID, _INSIDE_ID)
     _drop_capabilities()
-    _die_with_parent()  # a change of the user has undone it
+    _die_with_parent()  # the change of the user has undone it
     for name, value in spec["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -216,7 +216,7 @@ def _filter_calls() -> None:
     namespaces = 0
     for flag in _CLONE_NEW.values():
         namespaces |= flag
-    namespaces &= ~_CLONE_NEW["time"]  # of clone, that bit is a part of the signal's number
+    namespaces &= ~_CLONE_NEW["time"]  # in clone's flags, this bit belongs to the signal's number
     rules += [(0x15, 0, 4, _CLONE[column]), (0x20, 0, 0, 16), (0x45, 0, 1, namespaces)]
     rules += [(0x06, 0, 0, _ERRNO | _EPERM), (0x06, 0, 0, _ALLOW)]
     rules += [(0x15, 0, 3, _SOCKET[column]), (0x20, 0, 0, 16), (0x15, 1, 0, _AF_UNIX)]

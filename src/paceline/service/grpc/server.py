@@ -150,7 +150,7 @@ def _options(max_message_bytes: int, *, has_tls: bool) -> list[tuple[str, str | 
         ("grpc.http2.max_ping_strikes", 0),
         # With port reuse two processes could share the port, and each would get some of the calls.
         ("grpc.so_reuseport", 0),
-        # The probe raises the part of a message that is received before it is read from 64 KiB to megabytes.
+        # With the probe, megabytes of a message would arrive before it is read, instead of 64 KiB.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),

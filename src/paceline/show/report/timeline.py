@@ -48,7 +48,7 @@ def _spans(path: Path, parts: Collection[str]) -> Iterator[Span]:
             try:
                 yield json.loads(line)
             except ValueError:
-                continue  # torn, by a process that was killed
+                continue  # an incomplete line of a killed process
 
 
 def read_spans(path: Path) -> Iterator[bytes]:

@@ -47,7 +47,7 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
     if config.data.training_sets or service is None:
         return config
     paths = {split: run_dir / f"tasks_{split}.jsonl" for split in _SPLITS}
-    # The training's rows are written last: they say that both files are there.
+    # The training rows are written last, so their file shows that both files are complete.
     for split in reversed(_SPLITS):
         if not paths["train"].exists():
             rows = await _ask_until_up(service, split, credentials)

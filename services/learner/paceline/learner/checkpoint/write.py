@@ -118,7 +118,7 @@ class ShardWriter:
             attempt(ranks, lambda: _commit(folder, dataclasses.replace(manifest, files=files), ranks))
         except CommandError as error:
             raise error.cause from error
-        except RuntimeError as error:  # of the group: a rank is lost
+        except RuntimeError as error:  # the group's: a rank is lost
             raise CheckpointError(f"writing {folder} failed: {error}") from error
         return time.monotonic() - began
 

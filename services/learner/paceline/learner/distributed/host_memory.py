@@ -64,7 +64,7 @@ def pinned_memory(num_bytes: int) -> Tensor:
     # The storage, which all views share, keeps the mapping alive. A tensor could not, because its views
     # outlive it.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; CUDA would take one
+    buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; CUDA would use one
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
     if code == 0:

@@ -85,7 +85,7 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
     world_size = dist.get_world_size()
     if world_size % context:
         raise ConfigError(f"{world_size} ranks cannot share the tokens of rows in groups of {context}")
-    if context == 1:  # the group of all ranks, and no second one
+    if context == 1:  # this reuses the group of all ranks
         return _form(device_type, (world_size,), ("data",), timeout)
     return _form(device_type, (world_size // context, context), ("data", "context"), timeout)
 
@@ -118,5 +118,5 @@ def _form(
 ) -> DeviceMesh:
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)  # else torch's own, of up to half an hour
+        _set_pg_timeout(timeout, group)  # torch's own is up to half an hour
     return mesh

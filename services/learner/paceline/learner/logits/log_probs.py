@@ -159,7 +159,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, targets.numel(), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
             logits = _logits(hidden[part], weight, bias, ctx.softcap) if kept is None else kept
-            # The tanh's slope, from its value; `gradient` may write into the logits.
+            # The tanh's slope follows from its value, which `gradient` may overwrite.
             slope = None if ctx.softcap is None else 1.0 - (logits / ctx.softcap).square_()
             grad = logits_rows.gradient(
                 logits,

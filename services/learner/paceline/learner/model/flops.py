@@ -75,7 +75,7 @@ def _of_tower(tower: Any) -> tuple[int, int]:
     pair = 4 * config.hidden_size
     products = 2 * rest + 2 * merger // patches_per_token
     global_layers = getattr(config, "fullatt_block_indexes", None)
-    if global_layers is None:  # all layers see all pairs; positions are looked up
+    if global_layers is None:  # all layers see all pairs; position embeddings are looked up
         return products - 2 * tower.pos_embed.weight.numel(), pair * config.depth
     window = (config.window_size // config.patch_size) ** 2
     return products + pair * window * (config.depth - len(global_layers)), pair * len(global_layers)

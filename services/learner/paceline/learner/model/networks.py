@@ -280,7 +280,7 @@ def first_layers(body: nn.Module) -> Iterator[None]:
     for number, layer in enumerate(decoder_layers(body)):
         kinds.setdefault((*sorts[number : number + 1], *_parts(layer)), number)
     num_layers = config.num_hidden_layers
-    if not getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4 splits embeddings by it
+    if not getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4 splits embeddings by this number
         config.num_hidden_layers = min(num_layers, max(2, 1 + max(kinds.values())))
     try:
         yield

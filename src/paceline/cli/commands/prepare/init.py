@@ -261,7 +261,7 @@ trainer:
 
 
 def _reward(name: str) -> str:
-    if name == "gsm8k":  # most prompts do not ask for the data set's own form
+    if name == "gsm8k":  # most prompts do not ask for the form of GSM8K's answers
         return "{name: gsm8k, kwargs: {method: flexible}}]  # the last number; strict: the one after ####"
     return f"{{name: {_word(name)}}}]"
 

@@ -108,7 +108,7 @@ class SharedPrompts:
             return self._refuse(reason)
         most_log_probs, most_gradient = self._tolerances
         self._state = _State.CHECKED
-        # In this form, NaN is refused.
+        # With this form of the comparison, NaN is refused.
         if difference.log_probs <= most_log_probs and difference.gradient <= most_gradient:
             return False
         reason = (

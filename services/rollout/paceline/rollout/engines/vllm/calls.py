@@ -71,7 +71,7 @@ def _raise_reported(replies: Sequence[Reply]) -> None:
     if not errors:
         return
     # A rank that fails breaks the connections of its peers, this engine's other ranks included. Report the
-    # cause, not a consequence; and if a peer was lost, one that is known and not of this engine.
+    # cause, not a consequence; of lost peers, prefer a known one that is not of this engine.
     peers = [peer_from_plain(error.get("peer", "")) for error, _ in errors]
     own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
 

@@ -128,7 +128,7 @@ def _start_tracker() -> None:
 def _fork() -> None:
     """Starts the server like `ForkServer.ensure_running`, but as a copy of this process."""
     gc.collect()
-    gc.freeze()  # a collection would write to pages that the two processes share
+    gc.freeze()  # garbage collection would write to shared pages
     _start_tracker()
     with socket.socket(socket.AF_UNIX) as listener:
         address = os.path.join(util.get_temp_dir(), "engines")
