@@ -37,7 +37,7 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     (end,) = process_ends.read(run.run_dir)
     assert (end.name, end.outcome, end.restarts) == ("rollout-0", "killed by SIGKILL", True)
     assert f".log] {end.where}; starting rollout-0" in note
-    assert note.endswith("starting rollout-0 again (1 of at most 2 within 300 s)\n")
+    assert note.endswith("starting rollout-0 again (1 of at most 2 times within 300 s)\n")
     run.wait_for_pids(5)
     assert len(run.alive() & before) == 1, "only the reward service is the same"
     run.wait_for_another_pid("rollout-0", first)
@@ -83,7 +83,7 @@ def test_a_service_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None
     ]
     assert began < ends[0].time < ends[1].time < ends[2].time < time.time()
     assert message.startswith("reward ended unexpectedly (killed by SIGKILL) [log:")
-    assert message.endswith("it was started again 2 within 300 s already")
+    assert message.endswith("it was started again 2 times within 300 s already")
     assert run.output.count("note: reward ended unexpectedly") == 2
 
 

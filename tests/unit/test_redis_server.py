@@ -156,7 +156,7 @@ class TestStarting:
             assert server.url == url
             assert client.dbsize() == 0
             client.set("k", "w")
-        assert "ended over its data and starts empty" in caplog.text
+        assert "could not load its data and starts empty" in caplog.text
         assert "append only file" in caplog.text
 
     def test_a_server_that_loads_for_long_counts_as_started(self, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ async def test_a_refusal_of_all_servers_three_times_in_a_row_ends_the_wait_at_on
     await refuse(bench, "rollout-0", "PeerLostError: gone", *[REFUSAL] * 3)
     await refuse(bench, "rollout-1", *["WeightSyncError: TP rank 0: IndexError: 2"] * 3)
     with pytest.raises(
-        WeightSyncError, match=r"three times each: rollout-0: ModelError.*; rollout-1: .*IndexError"
+        WeightSyncError, match=r"each refused three pushes: rollout-0: ModelError.*; rollout-1: .*IndexError"
     ):
         await bench.supervisor.rollouts_ready(60)
 

@@ -238,7 +238,7 @@ def config(**sections: Any) -> RunConfig:
         ({"placement": "colocated"}, "take turns on the same GPUs"),
         ({"rollout": {"sleep": "always"}}, "take turns on the same GPUs"),
         ({"barrier": {"prompts_per_chunk": 3}}, "must divide a mini-batch of 8 prompts"),
-        ({"barrier": {"work_ahead": "off", "prompts_per_chunk": 4}}, "is for barrier.work_ahead"),
+        ({"barrier": {"work_ahead": "off", "prompts_per_chunk": 4}}, "needs barrier.work_ahead"),
         (
             {"barrier": {"work_ahead": "scores"}, "actor": {"ppo_mini_batch_size": 16}},
             "there is nothing to score",

@@ -122,7 +122,10 @@ def _learner_can_work_ahead(config: DerivedSettings) -> None:
     barrier, mini = config.barrier, config.actor.ppo_mini_batch_size
     if barrier.work_ahead == "off":
         if barrier.prompts_per_chunk is not None:
-            raise ValueError("barrier.prompts_per_chunk is for barrier.work_ahead; set that, or leave it out")
+            raise ValueError(
+                "barrier.prompts_per_chunk needs barrier.work_ahead; set work_ahead, or leave "
+                "prompts_per_chunk out"
+            )
         return
     if config.placement == "colocated" or config.rollout.sleep == "always":
         raise ValueError(

@@ -267,7 +267,8 @@ class BarrierConfig(Section):
             raise ValueError("mode=bounded needs max_staleness: how many versions old a sample may be")
         if self.mode == "strict" and self.max_staleness:
             raise ValueError(
-                f"max_staleness={self.max_staleness} is for mode=bounded; set that, or leave it out"
+                f"max_staleness={self.max_staleness} is for mode=bounded; set that mode, or leave "
+                "max_staleness out"
             )
         return self
 

@@ -38,7 +38,7 @@ async def test_a_killed_server_comes_back_with_its_data_and_not_for_ever(tmp_pat
         os.kill(own.server.pid, signal.SIGKILL)
         async with asyncio.timeout(120):
             reason = await tending
-        assert "(killed by SIGKILL) in step 3; it was started again 1 within 300 s already" in reason
+        assert "(killed by SIGKILL) in step 3; it was started again 1 time within 300 s already" in reason
         assert ends == [("redis", "killed by SIGKILL", True), ("redis", "killed by SIGKILL", False)]
     finally:
         tending.cancel()

@@ -198,7 +198,7 @@ class RedisServer:
                 return
             taken = self._died_of_taken_port()
             if keep_data and not taken and not self.running:
-                log.warning("a Redis server ended over its data and starts empty: %s", self._last_words())
+                log.warning("a Redis server could not load its data and starts empty: %s", self._last_words())
                 keep_data = False
                 continue
             # Another process may take the free port before the server binds it: try the next one then.

@@ -50,7 +50,8 @@ class RestartRule:
     longest_pause_s: float = 5.0
 
     def __str__(self) -> str:
-        return f"{self.max_restarts} within {self.window_s:g} s"
+        plural = "" if self.max_restarts == 1 else "s"
+        return f"{self.max_restarts} time{plural} within {self.window_s:g} s"
 
 
 class RestartHistory:

@@ -70,7 +70,7 @@ class TrainingRows:
             self._check(key, sample, chosen)
             chosen[key] = sample
         if not chosen:
-            raise DataError("the dataflow trains no sample; choose at least one of each step's")
+            raise DataError("the dataflow trains no sample; choose at least one of the step's samples")
         ordered = sorted(chosen.values(), key=lambda s: (s.prompt.prompt_id, s.purpose, s.index))
         made = tuple(_sample_row(sample) for sample in ordered)
         self.batch = _merged(self._batches, [_header(sample) for sample in ordered])

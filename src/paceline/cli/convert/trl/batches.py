@@ -126,7 +126,7 @@ def batch_sizes(value: Any, tree: Tree) -> Tree | Changed:
         return ours
     return Changed(
         ours,
-        "TRL deals the samples of a generation batch to its updates one by one; here an update has whole "
+        "TRL gives the samples of a generation batch to its updates one by one; here an update has whole "
         "groups",
     )
 
