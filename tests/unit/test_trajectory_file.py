@@ -87,3 +87,18 @@ async def test_a_writer_is_not_closed_while_a_thread_writes(
         await writing
     assert calls[:2] == ["written", "closed"]
     assert not (tmp_path / "step_000001.parquet").exists()
+
+
+async def test_only_short_columns_have_dictionaries(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.parquet"
+    await TrajectoryFile(path, step=1, prompts=prompts(1).prompts).write([scored(0)] * 3, Store())
+    group = pyarrow.parquet.ParquetFile(path).metadata.row_group(0)
+    columns = [group.column(index) for index in range(group.num_columns)]
+    without = {column.path_in_schema for column in columns if not column.has_dictionary_page}
+    # What hardly repeats: its dictionaries would cost more time than all the rest of the file.
+    assert without == {
+        "response",
+        "response_token_ids.list.element",
+        "response_log_probs.list.element",
+        "learner_log_probs.list.element",
+    }

@@ -23,6 +23,9 @@ from paceline.service.threads import in_thread
 _PORTION = 256
 """Samples that are in memory at once: 100 MB at 32,000 tokens each, with their tokens and log-probs."""
 
+_LONG_COLUMNS = ("response", "response_token_ids", "response_log_probs", "learner_log_probs")
+"""Columns whose values hardly repeat: building dictionaries of them took most of the time of writing a file."""
+
 
 class Stored(Protocol):
     """The data of samples that the broker holds."""
@@ -81,7 +84,13 @@ class TrajectoryFile:
         if self._with_ranges:
             columns.append(("policy_ranges", pyarrow.string()))
         partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(columns)
-        with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema) as writer:
+        short = [_leaf(column) for column in schema if column.name not in _LONG_COLUMNS]
+        with (
+            writing(self._path.parent),
+            pyarrow.parquet.ParquetWriter(
+                partial, schema, use_dictionary=short, write_statistics=short
+            ) as writer,
+        ):
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
                 texts = await stored.texts(portion)
@@ -120,6 +129,13 @@ class TrajectoryFile:
             **({"policy_ranges": _ranges(header)} if self._with_ranges else {}),
             **_episode(header.episode),
         }
+
+
+def _leaf(column: Any) -> str:
+    """Returns the path by which parquet knows a column's values."""
+    import pyarrow
+
+    return f"{column.name}.list.element" if pyarrow.types.is_list(column.type) else str(column.name)
 
 
 def _ranges(header: ScoredHeader) -> str | None:
