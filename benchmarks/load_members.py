@@ -29,10 +29,12 @@ from paceline.core.training import TrainResult
 from paceline.rollout import app as rollout_app
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
+from paceline.service.member import controller_link
 from paceline.service.member.bootstrap import MemberOptions, MemberSession
 from paceline.service.member.controller_link import MemberReport
 from paceline.service.member.runtime import ServiceContext, run_service
 from paceline.service.observability import telemetry
+from paceline.service.observability.usage import UsageSampler
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, format_digest, model_digest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
@@ -199,6 +201,9 @@ async def serve_rollouts(context: ServiceContext, controller: str, first: int, c
     # Spans per group and server would dominate the measurement.
     telemetry.setup = lambda *_, **__: None  # type: ignore[assignment]
     rollout_app.start_engine = start_engine
+    # One for all: a sample reads every process of the machine, and a process has one server elsewhere.
+    usage = UsageSampler(uses_gpus=False)
+    controller_link.UsageSampler = lambda **_: usage  # type: ignore[assignment, misc]
     async with asyncio.TaskGroup() as tasks:
         for number in range(first, first + count):
             options = MemberOptions(

@@ -24,7 +24,7 @@ _PORTION = 256
 """Samples that are in memory at once: 100 MB at 32,000 tokens each, with their tokens and log-probs."""
 
 _LONG_COLUMNS = ("response", "response_token_ids", "response_log_probs", "learner_log_probs")
-"""Columns whose values hardly repeat: building dictionaries of them took most of the time of writing a file."""
+"""Columns whose values hardly repeat: dictionaries of them took most of the time of writing a file."""
 
 
 class Stored(Protocol):
