@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections import Counter
 from types import ModuleType
 
 import pytest
 
+from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry import cover
 from paceline.weights.plan import flows
 from paceline.weights.plan import plan as plan_module
@@ -104,3 +106,31 @@ def test_a_learner_packs_once_for_servers_that_are_alike() -> None:
     assert sizes[0].slot_sizes == sizes[1].slot_sizes
     assert sizes[0].pieces == sizes[1].pieces
     assert [len(sends) for sends in sizes[1].sends] == [5 * len(sends) for sends in sizes[0].sends]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_a_plan_is_computed(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go through all objects of the plan again and again; afterwards it is as it was before."""
+    seen = []
+
+    def looking(*args: object, **options: object) -> object:
+        seen.append(gc.isenabled())
+        return flows.cut_flow(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan_module, "cut_flow", looking)
+    model = model_of(1)
+    source = fsdp_layout(model.shapes(), rank=0, world_size=1, dtype="float32")
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        plan = build_plan([source], [tp_layout(model, 0, 1)[0]], item_bytes=4, round_bytes=1 << 18)
+        assert gc.isenabled() is enabled
+        with pytest.raises(WeightSyncError):
+            build_plan([source], [tp_layout(model, 0, 1)[0]], item_bytes=4, round_bytes=1)
+        assert gc.isenabled() is enabled
+        lay_out(plan, 1, 0)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen
+    assert not any(seen)

@@ -188,7 +188,10 @@ class Flows:
     def slice_of(self, need: int, rank: int) -> TensorSlice:
         """Returns the slice in which a rollout rank stores a need."""
         own = self.demand.class_of[rank]
-        return next(part for number, part in self.demand.groups[need] if number == own)
+        for number, part in self.demand.groups[need]:
+            if number == own:
+                return part
+        raise KeyError(f"rollout rank {rank} does not have need {need}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,11 +17,11 @@ import msgpack
 import numpy as np
 
 from paceline.core.errors import WeightSyncError
-from paceline.weights.geometry.box_table import IntArray
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, expand_all
 from paceline.weights.geometry.sharding import HeldPart, Sharding
-from paceline.weights.plan.flows import SMALLEST_SHARE, Cargo, Chunks, Demand, Flow, Flows, Members, cut_flow
+from paceline.weights.plan.collector import collector_paused
+from paceline.weights.plan.flows import SMALLEST_SHARE, Chunks, Demand, Flow, Flows, Members, cut_flow
 from paceline.weights.plan.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
@@ -76,6 +76,10 @@ class Piece(NamedTuple):
     destination_box: Box
 
 
+ChunkRow = tuple[int, int, int, int]
+"""Need, part of the source's kind, number of the box, and offset of a chunk; see `Chunks`"""
+
+
 class MessagePart(NamedTuple):
     """A flow's part of a message: its chunks `start` to `stop`, beginning at element `lead`."""
 
@@ -88,21 +92,16 @@ class MessagePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowChunks:
-    """Holds a flow's chunks, as columns, and its messages.
+    """Holds a flow's chunks and its messages.
 
     Attributes:
-        cargo: the flow's cargo; `item` refers to its rows.
-        box, volume, offset: see `Chunks`.
+        chunks: need, part of the source's kind, number of the box, and offset of each chunk.
         starts: first chunk of each message; last, the number of chunks.
         sizes: elements of each message.
         rounds, first: round of each message; rollout rank that receives it first.
     """
 
-    cargo: Cargo
-    item: IntArray
-    box: IntArray
-    volume: IntArray
-    offset: IntArray
+    chunks: list[ChunkRow]
     starts: list[int]
     sizes: list[int]
     rounds: list[int]
@@ -166,18 +165,19 @@ class TransferPlan:
         return {}
 
     def _cut_flow(self, flow: Flow, size: int) -> FlowChunks:
-        cargo, key = self.flows.cargo(flow), (flow.content, size)
+        key = flow.content, size
         cut = self._cut.get(key)
         if cut is None:
-            cut = self._cut[key] = cut_flow(cargo, size, self.flows.cover.boxes)
-        starts, sizes = _runs(cut)
+            cargo = self.flows.cargo(flow)
+            chunks = cut_flow(cargo, size, self.flows.cover.boxes)
+            columns = cargo.need[chunks.item], cargo.part[chunks.item], chunks.box, chunks.offset
+            # Lists, because most messages have a single chunk, and numpy takes microseconds for a row.
+            rows = list(zip(*(column.tolist() for column in columns), strict=True))
+            cut = self._cut[key] = (rows, *_runs(chunks))
+        rows, starts, sizes = cut
         count, numbers = len(flow.members), range(len(sizes))
         return FlowChunks(
-            cargo=cargo,
-            item=cut.item,
-            box=cut.box,
-            volume=cut.volume,
-            offset=cut.offset,
+            chunks=rows,
             starts=starts,
             sizes=sizes,
             rounds=[index // count for index in numbers],
@@ -186,7 +186,7 @@ class TransferPlan:
         )
 
     @cached_property
-    def _cut(self) -> dict[tuple[tuple[int, ...], int], Chunks]:
+    def _cut(self) -> dict[tuple[tuple[int, ...], int], tuple[list[ChunkRow], list[int], list[int]]]:
         return {}
 
     @cached_property
@@ -258,14 +258,11 @@ class TransferPlan:
 
     def pieces_of(self, key: MessageKey, part: MessagePart) -> Iterator[Piece]:
         """Yields the pieces of a part of a message."""
-        flow, chunks = self.flows.flows[part.flow], self.chunks(part.flow)
+        flow, chunks = self.flows.flows[part.flow], self.chunks(part.flow).chunks
         boxes = self.flows.cover.boxes.boxes
         relay = None if key.sender < self.num_sources else key.sender - self.num_sources
         destination = key.receiver - self.num_sources
-        rows = slice(part.start, part.stop)
-        items = chunks.item[rows]
-        columns = (chunks.cargo.need[items], chunks.cargo.part[items], chunks.box[rows], chunks.offset[rows])
-        for need, own, number, offset in zip(*(column.tolist() for column in columns), strict=True):
+        for need, own, number, offset in chunks[part.start : part.stop]:
             source, needed = self._ends(need, own, destination)
             yield Piece(
                 flow.source,
@@ -356,6 +353,7 @@ def _runs(cut: Chunks) -> tuple[list[int], list[int]]:
     return [*starts.tolist(), len(cut.number)], np.add.reduceat(cut.volume, starts).tolist()
 
 
+@collector_paused()
 def build_plan(
     sources: Sequence[RankLayout],
     destinations: Sequence[RankLayout],

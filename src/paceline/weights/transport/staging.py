@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from paceline.weights.plan.collector import collector_paused
 from paceline.weights.plan.plan import MessageKey, MessagePart, Piece, TransferPlan
 
 NUM_SLOTS: Final = 2
@@ -53,6 +54,7 @@ class StagingLayout:
         )
 
 
+@collector_paused()
 def lay_out(plan: TransferPlan, num_learners: int, rank: int) -> StagingLayout:
     """Lays out the messages of a group rank.
 

@@ -85,12 +85,8 @@ class TrajectoryFile:
             columns.append(("policy_ranges", pyarrow.string()))
         partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(columns)
         short = [_leaf(column) for column in schema if column.name not in _LONG_COLUMNS]
-        with (
-            writing(self._path.parent),
-            pyarrow.parquet.ParquetWriter(
-                partial, schema, use_dictionary=short, write_statistics=short
-            ) as writer,
-        ):
+        options: dict[str, Any] = {"use_dictionary": short, "write_statistics": short}
+        with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema, **options) as writer:
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
                 texts = await stored.texts(portion)

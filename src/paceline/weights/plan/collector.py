@@ -1,0 +1,24 @@
+"""Pauses the garbage collector while a plan is computed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Turns cyclic garbage collection off while the block runs, or the function that it decorates.
+
+    A plan makes hundreds of thousands of objects that stay, and no cycles. The collector would go through all
+    of them again and again, which takes a third of the time. A collector that is off stays off.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
