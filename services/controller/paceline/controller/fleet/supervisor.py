@@ -261,7 +261,9 @@ class Supervisor:
             if names and final:
                 raise PeerLostError(f"{_failures(final)} (see its log)", peer=final[0].member_id)
             if names and MemberKind.ROLLOUT in kinds and (refusals := self._refusals()):
-                raise WeightSyncError(f"no server can take weights; each refused three pushes: {refusals}")
+                raise WeightSyncError(
+                    f"no rollout server takes weights; each refused three pushes: {refusals}"
+                )
             return not names
 
         try:
