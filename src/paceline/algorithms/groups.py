@@ -58,7 +58,7 @@ class Groups:
         return self.table(x).sum(-1)
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean of each group, (G,), and 0 for a group of one; with `weights`, (B,), the weighted mean.
+        """Returns the mean of each group, (G,), and 0 for a group of one; with `weights`, (B,), weighted.
 
         The mean of equal scores is exactly that score. Otherwise the rounding error of the sum, divided by a
         standard deviation of 0 + 1e-6, would become an advantage.
@@ -72,7 +72,7 @@ class Groups:
         return torch.where(self.sizes == 1, 0.0, mean)
 
     def std(self, x: Tensor) -> Tensor:
-        """Unbiased standard deviation of each group, (G,), and 1 for a group of one."""
+        """Returns the unbiased standard deviation of each group, (G,), and 1 for a group of one."""
         deviation = x - self.mean(x)[self.row]
         var = self.sum(deviation.square()) / (self.sizes - 1).clamp(min=1)
         return torch.where(self.sizes == 1, 1.0, var.sqrt())

@@ -49,7 +49,7 @@ class Rule:
         networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step
             as a whole.
         of_validation: it judges a validation, each set of held-out prompts by itself, and no update.
-        actions: those that it may take.
+        actions: actions that the rule may take.
     """
 
     name: str

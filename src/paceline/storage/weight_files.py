@@ -69,7 +69,7 @@ def is_dequantised(folder: Path) -> bool:
 
 
 def fp8_block(folder: Path) -> tuple[int, int] | None:
-    """Rows and columns of a block of the folder's FP8 tensors; None if it is not in block FP8.
+    """Returns the rows and columns of a block of the folder's FP8 tensors; None without block FP8.
 
     Raises:
         ModelError: config.json does not load.

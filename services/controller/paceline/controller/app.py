@@ -300,7 +300,7 @@ async def _listen(
 
 
 def _stop_after_step(context: ServiceContext, run: Run, progress: Progress, supervisor: Supervisor) -> None:
-    """On SIGTERM, ends this process after the step in progress; at once if no learner works on a step."""
+    """Ends this process after SIGTERM and the step in progress; at once if no learner works on a step."""
     progress.stop_reason = signal.SIGTERM.name
     if all(learner.is_starting for learner in supervisor.fleet.usable(MemberKind.LEARNER)):
         context.stop(signal.SIGTERM.name)

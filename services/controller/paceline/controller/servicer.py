@@ -181,7 +181,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     def _stays(self, member: Member) -> bool:
-        """Whether a member that was told to end must stay for now, because the step or a push needs it."""
+        """Returns whether a member that was told to end must stay, because the step or a push needs it."""
         is_held = self._supervisor.departures.holds(member)
         return is_held or (not member.is_starting and self._progress.phase in _PUSHING)
 

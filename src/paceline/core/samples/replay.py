@@ -73,7 +73,7 @@ class ReplayRule:
         return sorted(drawn[: self.prompts_per_step], key=lambda group: group.prompt_id)
 
     def _is_young(self, group: TrainedGroup, step: int) -> bool:
-        """Returns whether its oldest token is at most `max_age` versions behind the step's."""
+        """Returns whether a group's oldest token is at most `max_age` versions behind the step's."""
         return group.step < step and step - 1 - group.oldest_version <= self.max_age
 
     def _newest(self, groups: Iterable[TrainedGroup]) -> Iterator[TrainedGroup]:

@@ -42,7 +42,7 @@ class View(Protocol):
         ...
 
     def pulse(self) -> None:
-        """Called about once a second, so that a view can show a sign of life during long waits."""
+        """Is called about once a second, so that a view can show a sign of life during long waits."""
         ...
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ _GPU_FIELDS = {
 
 
 class MachineUsage:
-    """Measures usage repeatedly: a process' share of the CPU is counted since the last call."""
+    """Measures usage repeatedly: a process's CPU usage is counted since the last call."""
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}

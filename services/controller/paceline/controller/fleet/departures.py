@@ -55,7 +55,7 @@ class Departures:
         self._is_over = True
 
     def _nobody_is_left(self) -> bool:
-        """Whether all servers or all reward services have ended as told, so that no step can be finished."""
+        """Returns whether all servers or all reward services have ended, so that no step can be finished."""
         for kind in (MemberKind.ROLLOUT, MemberKind.REWARD):
             members = [member for member in self._fleet.members(kind) if not member.validates]
             was_told = any(_key(member) in self._asked_at for member in members)

@@ -13,7 +13,7 @@ class ScriptSettings:
     Attributes:
         settings: the other program's keys with their values.
         changed: what has to be moved, and how.
-        refused: what could not be read, and why.
+        refused: what could not be read, with the reason.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)

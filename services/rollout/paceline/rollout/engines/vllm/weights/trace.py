@@ -299,7 +299,7 @@ def _swapped(box: Box) -> Box:
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operation changes a tensor or computes from its values; a view or comparison does not."""
+    """Returns whether an operation changes a tensor or computes from its values, unlike a view."""
     if str(func).startswith(_SHAPES_ONLY):
         return False
     if any(part.alias_info is not None and part.alias_info.is_write for part in func._schema.arguments):
