@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,22 @@ def test_a_process_counts_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -
     assert during.memory_bytes - before.memory_bytes > 150 << 20
     assert after.memory_bytes < during.memory_bytes - (150 << 20)
     assert 0.1 < during.cpu_seconds - before.cpu_seconds <= after.cpu_seconds - before.cpu_seconds
+
+
+def test_the_time_of_processes_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's sum falls by a tick when a child ends."""
+    monkeypatch.setattr(sampling, "_EVERY_S", 0.0)
+    sampler = UsageSampler(uses_gpus=False)
+    real = sampler._root.cpu_times()
+    times = iter([real._replace(user=real.user + more) for more in (1.0, 0.99, 1.0, 1.25)])
+    process = SimpleNamespace(
+        cpu_times=lambda: next(times),
+        memory_info=sampler._root.memory_info,
+        children=lambda *, recursive: [],
+    )
+    monkeypatch.setattr(sampler, "_root", process)
+    first, *later = (sampler.sample().cpu_seconds for _ in range(4))
+    assert [seconds - first for seconds in later] == pytest.approx([0.0, 0.0, 0.25])
 
 
 def test_samples_are_not_taken_at_every_heartbeat() -> None:

@@ -46,6 +46,9 @@ class UsageSampler:
             except psutil.Error:
                 continue  # it has ended; its parent's counters include its time
             cpu_seconds += times.user + times.system + times.children_user + times.children_system
+        if self._sample is not None:
+            # The kernel rounds a process's time again when the process ends, so the sum can fall by a tick.
+            cpu_seconds = max(cpu_seconds, self._sample.cpu_seconds)
         return Usage(cpu_seconds=cpu_seconds, memory_bytes=memory_bytes, gpus=self._measure_gpus())
 
     def _measure_gpus(self) -> tuple[GpuUsage, ...]:
