@@ -131,7 +131,7 @@ class TaskDispatcher:
     # --- tasks
 
     def submit(self, source: str, *, until: float) -> int:
-        """Adds a task of a data source; returns its ticket. It fails if no client is given it by `until`."""
+        """Adds a task of a data source, which fails if no client gets it by `until`; returns its ticket."""
         ticket = next(self._tickets)
         self._tasks[ticket] = _Task(source, until)
         self._queues.setdefault(source, deque()).append(ticket)

@@ -99,8 +99,8 @@ Main = Callable[[ServiceContext], Awaitable[None]]
 def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
     """Runs `main` to its end, logs its error if any, and returns the exit code (`core.errors.exit_code`).
 
-    SIGTERM and SIGINT set `context.stopping`, and main should then return. It is cancelled after `grace_s`
-    seconds or at a second signal. The deferred steps run in every case. If the process has a grace
+    SIGTERM and SIGINT set `context.stopping`, and `main` should then return. `main` is cancelled after
+    `grace_s` seconds or at a second signal. The deferred steps run in every case. If the process has a grace
     period and `context.before_stopping` was called, SIGTERM sets `context.stopping` only near its end.
     """
     die_with_parent()

@@ -305,7 +305,7 @@ class Collector:
         """Judges entries until the barrier closes; later entries stay in the log for the next reading.
 
         Returns:
-            How many were read. Those of later steps are judged when these are collected.
+            The number of entries read. Those of later steps are judged when their step is collected.
         """
         taken = 0
         events: list[Mapping[str, Any]] = []

@@ -12,8 +12,8 @@ Ranks that share rows also exchange tokens and sums, whose sizes depend on the m
 again with the micro-batch's loss; the network still computes two masked tokens, and sends zeros of the sizes
 that the others expect (`CountedGroup`).
 
-If the mesh has replicas, FSDP averages a module's shards over them with an all-reduce of its own. It can only
-be switched off, which is done for modules whose shards were averaged before the failure.
+If the mesh has replicas, FSDP averages a module's shards over them with an all-reduce of its own. That one
+can only be switched off, which is done for modules whose shards were averaged before the failure.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class _Loss(enum.Enum):
     ENDED = enum.auto()
     TOO_SLOW = enum.auto()
     UNREADABLE = enum.auto()
-    """It sent an invalid result. It may already be at a later item than the one at fault."""
+    """The process sent an invalid result, and may already be at a later item than the one at fault."""
 
 
 class FunctionPool:

@@ -107,8 +107,8 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
     scores, even for routers that score by sigmoid (those with a correction). A layer that the backward pass
-    repeats records nothing the second time. It must save the same tensors as the first time, so recording
-    computes no new ones.
+    repeats records nothing the second time. The layer must save the same tensors as the first time, so
+    recording computes no new ones.
     """
     noting: list[Any] = [*routers(lm)]
     choices: list[tuple[Tensor, Tensor]] = []

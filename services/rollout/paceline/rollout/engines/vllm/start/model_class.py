@@ -1,8 +1,8 @@
 """Imports vLLM's class of a model here, before vLLM asks what the class can do.
 
-vLLM would ask a new interpreter, which imports torch and vLLM again. That takes ten seconds of CPU time if
-vLLM's cache in the home folder is empty, as in every new container. It does so to keep CUDA out of this
-process; the classes of its models do not start CUDA on import.
+vLLM would ask a new interpreter, to keep CUDA out of this process. That interpreter imports torch and vLLM
+again, which takes ten seconds of CPU time if vLLM's cache in the home folder is empty, as in every new
+container. The classes of vLLM's models do not start CUDA on import.
 """
 
 from __future__ import annotations
