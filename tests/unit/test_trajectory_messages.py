@@ -19,13 +19,16 @@ from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.trajectories import sample_requests, trajectory_messages
 from paceline.wire import (
     blob_digest,
+    decode_scored,
     decode_trajectory,
     decode_trajectory_header,
     decode_trajectory_headers,
+    encode_scored_header,
     encode_trajectory,
     encode_trajectory_header,
 )
 from support import cli_configs
+from support.headers import scored
 
 
 def group() -> PromptGroup:
@@ -179,3 +182,8 @@ def test_requests_of_two_policies_share_no_cached_prefix() -> None:
 
     assert len(salts("0" * 16)) == 1
     assert salts("0" * 16).isdisjoint(salts("f" * 16))
+
+
+def test_a_sample_without_a_token_of_the_policy_is_scored_all_the_same() -> None:
+    header = replace(scored(7), num_sampled_tokens=0)
+    assert decode_scored(encode_scored_header(header)) == header
