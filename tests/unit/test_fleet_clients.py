@@ -9,7 +9,7 @@ import pytest
 
 from paceline.controller.fleet.clients import Channels, LearnerClient
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import ProtocolError
+from paceline.core.errors import PeerLostError, ProtocolError
 from paceline.core.members import MemberKind
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service.grpc.fencing import TermFence
@@ -81,3 +81,21 @@ async def test_a_member_at_a_new_address_is_called_there() -> None:
     await channels.close()
     for server in servers:
         await server.stop(0)
+
+
+async def test_a_call_ends_as_soon_as_its_member_is_gone() -> None:
+    class Frozen(Learner):
+        async def LeaveWeightGroup(self, request: Any, context: Any) -> Any:
+            await asyncio.Event().wait()
+
+    async def at_once(member: Member) -> None:
+        member.failure = "silent for 20 s"
+
+    server = await serve(Frozen(), TermFence())
+    channels = Channels(config(), SECRET, 1)
+    client = LearnerClient(config(), channels, at_once)
+    async with asyncio.timeout(10.0):
+        with pytest.raises(PeerLostError, match="learner-0 is gone: silent for 20 s"):
+            await client.leave(learner_at(server.address), epoch=1)
+    await channels.close()
+    await server.stop(0)

@@ -201,3 +201,9 @@ def test_only_defaults_that_differ_from_ours_are_written() -> None:
     assert default_of("model.lora.rank") == 16
     assert default_of("model.path") is UNSET
     assert all(default_of(path) != value for path, value in tree.items() if path != "actor.use_dual_clip")
+
+
+@pytest.mark.parametrize("value", [None, -1])
+def test_a_value_that_means_nothing_is_as_if_it_were_not_there(value: int | None) -> None:
+    converted, nothing = convert({"data.val_max_samples": value}, "verl"), convert({}, "verl")
+    assert (converted.tree, converted.refused) == (nothing.tree, nothing.refused)
