@@ -97,10 +97,10 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: test-fast
-	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m "(e2e or vllm) and not more" $(RUNS)
+	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m "(e2e or vllm or sglang) and not more" $(RUNS)
 
 test-fast: venv
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm and not more" $(TESTS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm and not sglang and not more" $(TESTS)
 
 # Whole runs first, as they take longest.
 test-more: venv

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.rollout.engines.vllm.sampling.draw import draw, uniforms
+from paceline.rollout.engines.sampling.draw import draw, uniforms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ def drawn(
     logits: torch.Tensor, temperatures: list[float], seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, their log-probabilities, and the numbers that they were drawn by."""
-    from paceline.rollout.engines.vllm.sampling.draw_kernels import draw_into
+    from paceline.rollout.engines.sampling.draw_kernels import draw_into
 
     batch = len(logits)
     generator = torch.Generator().manual_seed(seed)

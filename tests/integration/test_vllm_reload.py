@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import PeerLostError
-from paceline.rollout.engines.vllm.weights.reload import Reloader, Tensors
+from paceline.rollout.engines.vllm.reload import Reloader, Tensors
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 

@@ -21,7 +21,7 @@ from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import SOME_MEMBER, MemberKind, RankRef
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.vllm.weights.layout import describe_model
+from paceline.rollout.engines.weights.layout import describe_model
 from paceline.weights.digest.agreement import disagreement, model_digest
 from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box

@@ -14,7 +14,7 @@ import torch
 from paceline.core.errors import WeightSyncError
 from paceline.engines.memory import EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.rollout.engines.vllm.sampling.draw import SLICE, draw, truncated, uniforms
+from paceline.rollout.engines.sampling.draw import SLICE, draw, truncated, uniforms
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 from paceline.rollout.engines.vllm.sampling.places import Places
 from support.cli_configs import config
@@ -97,7 +97,7 @@ def test_the_ends_of_the_range_draw_the_first_and_the_last_token_that_can_be() -
 def test_truncated_distributions_are_those_of_the_likeliest_tokens(
     num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.rollout.engines.vllm.sampling.draw.SORTED_TOKENS", num_tokens)
+    monkeypatch.setattr("paceline.rollout.engines.sampling.draw.SORTED_TOKENS", num_tokens)
     probs = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]).repeat(2, 1)
     top_p = torch.tensor([0.6, 1.0, 1e-50, 1.0, 0.75, 0.85])
     top_k = torch.tensor([0, 3, 0, 0, 1, 4])

@@ -29,7 +29,7 @@ from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
 from paceline.learner.model.networks import body_of, vision_tower
 from paceline.models.model_shape import ModelShape, TowerShape
-from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
+from paceline.rollout.engines.weights.checkpoint import learner_shapes
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from support.architectures import tiny_config
 from support.image_ranks import (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.vllm.weights.trace import recall
 from paceline.rollout.engines.vllm.worker import PacelineWorkerExtension
+from paceline.rollout.engines.weights.trace import recall
 
 
 class CorruptingExtension(PacelineWorkerExtension):

@@ -20,7 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.vllm.weights.layout import describe_model
+from paceline.rollout.engines.weights.layout import describe_model
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from support.fake_engine import FakeEngine
@@ -107,6 +107,7 @@ class Subject:
         fail: makes a request that is under way end with an error in the engine.
         freeze: stops the engine's processes, or lets them go on.
         processes: the engine's processes.
+        has_versions: whether its samples tell which weights drew which tokens.
     """
 
     engine: Engine
@@ -115,6 +116,7 @@ class Subject:
     fail: Callable[[str], Coroutine[Any, Any, None]]
     freeze: Callable[[bool], None]
     processes: Callable[[], list[psutil.Process]]
+    has_versions: bool = True
 
 
 def _model_config() -> Any:
@@ -166,26 +168,8 @@ async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
 
     model = _model_config()
     save_config(model, folder)
-    config = parse(
-        RunConfig,
-        {
-            "data": {
-                "train_files": "x.parquet",
-                "max_prompt_length": MAX_PROMPT,
-                "max_response_length": MAX_RESPONSE,
-            },
-            "model": {"path": str(folder)},
-            # Small blocks: a prompt of 80 tokens fills some, so that a stale prefix cache would show.
-            "rollout": {
-                "max_num_seqs": 32,
-                "threads": 1,
-                "sampler": "batched",
-                "engine_kwargs": {"block_size": 32},
-            },
-            "reward": {"functions": [{"name": "exact_match"}]},
-            "trainer": {"total_steps": 1},
-        },
-    )
+    # Small blocks: a prompt of 80 tokens fills some, so that a stale prefix cache would show.
+    config = _run_config(folder, "vllm", sampler="batched", engine_kwargs={"block_size": 32})
     environment, others = dict(os.environ), psutil.Process().children()
     engine = await VllmEngine.start(config)
 
@@ -220,3 +204,63 @@ async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
     os.environ.clear()
     os.environ.update(environment)
     gc.collect()  # vLLM leaves a ZeroMQ context to the collector, which warns: let it do so here
+
+
+@asynccontextmanager
+async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
+    """SGLang on the CPU, as a rollout server starts it."""
+    from paceline.rollout.engines.sglang.engine import SglangEngine
+
+    model = _model_config()
+    save_config(model, folder)
+    engine = await SglangEngine.start(_run_config(folder, "sglang"))
+
+    def processes() -> list[psutil.Process]:
+        return [] if engine._link is None else [psutil.Process(each.pid) for each in engine._link._children]
+
+    def kill() -> None:
+        processes()[0].kill()
+
+    async def fail(request_id: str) -> None:
+        """What rank 0 says of a request that it ends with an error, and ends it."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        assert engine._link is not None
+        (name,) = [name for name, each in engine._responses.items() if each.request.request_id == request_id]
+        reason = {"type": "abort", "message": "an error", "status_code": 500, "err_type": "InternalError"}
+        engine._end(name, reason)
+        await engine._link.send(AbortReq(rid=name))
+
+    def freeze(stopped: bool) -> None:
+        for process in processes():
+            process.suspend() if stopped else process.resume()
+
+    learner = ContractLearner(model)
+    yield Subject(
+        engine=engine,
+        learner=learner,
+        kill=kill,
+        fail=fail,
+        freeze=freeze,
+        processes=processes,
+        has_versions=False,
+    )
+    learner.close()
+    await engine.shutdown()
+
+
+def _run_config(folder: Path, name: str, **rollout: Any) -> RunConfig:
+    return parse(
+        RunConfig,
+        {
+            "data": {
+                "train_files": "x.parquet",
+                "max_prompt_length": MAX_PROMPT,
+                "max_response_length": MAX_RESPONSE,
+            },
+            "model": {"path": str(folder)},
+            "rollout": {"name": name, "max_num_seqs": 32, "threads": 1, **rollout},
+            "reward": {"functions": [{"name": "exact_match"}]},
+            "trainer": {"total_steps": 1},
+        },
+    )

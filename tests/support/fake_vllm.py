@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from paceline.rollout.engines.vllm.weights.trace import traced
+from paceline.rollout.engines.weights.trace import traced
 from support.weight_layouts import DenseModel, tp_layout
 
 _FUSED = {

@@ -92,8 +92,8 @@ def compare(model_type: str) -> dict[str, Any]:
     import torch
 
     from paceline.models.model_shape import ModelShape
-    from paceline.rollout.engines.vllm.weights.layout import describe_model
-    from paceline.rollout.engines.vllm.weights.trace import recall
+    from paceline.rollout.engines.weights.layout import describe_model
+    from paceline.rollout.engines.weights.trace import recall
     from paceline.weights.geometry.parameters import part_of
 
     with tempfile.TemporaryDirectory() as name:

@@ -111,8 +111,8 @@ def _vllm(folder: Path, pushed: dict[str, Any] | None = None) -> tuple[list[Resp
 def _push(engine: Any, tensors: dict[str, Any]) -> str:
     import torch
 
-    from paceline.rollout.engines.vllm.weights.layout import describe_model
-    from paceline.rollout.engines.vllm.weights.trace import recall
+    from paceline.rollout.engines.weights.layout import describe_model
+    from paceline.rollout.engines.weights.trace import recall
 
     worker = engine.llm_engine.model_executor.driver_worker.worker
     model = worker.get_model()

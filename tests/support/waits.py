@@ -182,6 +182,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (
         "the sampler waits for the group with a deadline"
     ),
+    "paceline.rollout.engines.sglang.engine:SglangEngine.generate: asyncio.wait": (
+        "the sampler waits for the group with a deadline"
+    ),
     "paceline.rollout.engines.vllm.engine:VllmEngine.receive: await receiving": _OTHERS_END_IT,
     "paceline.rollout.engines.vllm.engine:VllmEngine.shutdown: await ending": (
         "a step of the shutdown, which has a budget; the workers it talks to were killed just before"

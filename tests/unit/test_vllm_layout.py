@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.weights.layout import describe_model
-from paceline.rollout.engines.vllm.weights.trace import LoadTrace, recall, trace_load, traced
+from paceline.rollout.engines.weights.layout import describe_model
+from paceline.rollout.engines.weights.trace import LoadTrace, recall, trace_load, traced
 from paceline.weights.geometry.boxes import Box
 from support.fake_vllm import fake_qwen2
 from support.weight_layouts import DenseModel, tp_layout

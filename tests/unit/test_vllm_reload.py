@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
-from paceline.rollout.engines.vllm.weights.checkpoint import checkpoint_tensors, learner_shapes
-from paceline.rollout.engines.vllm.weights.reload import Reloader, Tensors
-from paceline.rollout.engines.vllm.weights.trace import traced
+from paceline.rollout.engines.vllm.reload import Reloader, Tensors
+from paceline.rollout.engines.weights.checkpoint import checkpoint_tensors, learner_shapes
+from paceline.rollout.engines.weights.trace import traced
 from paceline.weights import corrections
 from support.architectures import tiny_config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 
+from paceline.checks.engine_python import require_engine
 from paceline.checks.model_checks import model_config
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck
 from paceline.config.run import RunConfig
@@ -30,6 +31,9 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
         EnvironmentLackError: some are missing, as after installing the wheel without extras.
     """
     facts = engine_facts(config.rollout.name) if engine else None
+    if facts and config.rollout.python:
+        require_engine(config.rollout.python, facts)
+        facts = None
     named = [*_PACKAGES, *([facts.package] if facts else [])]
     lacking = [name for name in named if importlib.util.find_spec(name) is None]
     if lacking:

@@ -60,6 +60,11 @@ def engine_log_probs(config: RunConfig, kept: Path) -> str:
     facts = engine_facts(name)
     if not facts.score:
         return f"not compared, because the engine of rollout.name={name} cannot score given rows"
+    if config.rollout.python:
+        return (
+            "not compared, because rollout.python is another environment; guard.mismatch_kl compares them in "
+            "the first step of the run"
+        )
     if not facts.has_cpu_build:
         return (
             f"not compared, because that needs {facts.title}'s build for CPUs; guard.mismatch_kl compares "

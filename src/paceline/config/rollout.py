@@ -117,6 +117,12 @@ class RolloutConfig(Section):
     """Rollout servers: one engine each."""
 
     name: str = Field("vllm", description="The engine: a name in `paceline.engines.registry`.")
+    python: str | None = Field(
+        None,
+        description="The Python interpreter of the rollout servers that `paceline train` starts, in an "
+        "environment of their own with the engine and this version of Paceline; null: the command's own. An "
+        "engine whose packages do not go with the learner's needs one.",
+    )
     replicas: int = Field(
         1, gt=0, description="Rollout servers that `paceline train` starts; others may join."
     )
@@ -214,7 +220,8 @@ class RolloutConfig(Section):
     )
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {},
-        description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",
+        description="Further arguments of the engine (vLLM's AsyncEngineArgs, SGLang's ServerArgs); what "
+        "breaks exactness is refused.",
     )
 
     @property

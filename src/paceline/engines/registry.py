@@ -10,10 +10,12 @@ from typing import Final
 
 from paceline.core.errors import ConfigError
 from paceline.engines.facts import EngineFacts
+from paceline.engines.sglang import SGLANG
 from paceline.engines.vllm import VLLM
 
 ENGINES: Final[dict[str, EngineFacts]] = {
     "vllm": VLLM,
+    "sglang": SGLANG,
 }
 """The facts of each engine, by `rollout.name`"""
 

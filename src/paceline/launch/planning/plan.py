@@ -177,7 +177,12 @@ def _rollout(
         name=name,
         role=Role.ROLLOUT,
         member_id=name,
-        command=(*_module("rollout"), *_member(config, controller_address, name), *port, *role),
+        command=(
+            *_module("rollout", python=config.rollout.python),
+            *_member(config, controller_address, name),
+            *port,
+            *role,
+        ),
         # The rollout service sets its threads and its engine's variables itself: it can also start alone.
         env=_common(config) | _devices(gpus, machine),
     )
@@ -288,8 +293,8 @@ def torchrun_env(*, rank: int, world_size: int, master_port: int) -> dict[str, s
     }
 
 
-def _module(service: str) -> list[str]:
-    return [sys.executable, "-m", f"paceline.{service}"]
+def _module(service: str, *, python: str | None = None) -> list[str]:
+    return [python or sys.executable, "-m", f"paceline.{service}"]
 
 
 def _member(config: RunConfig, controller_address: str, member_id: str) -> list[str]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
-from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
-from paceline.core.members import LocalPart, RankRef, peer_from_plain
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.members import LocalPart
+from paceline.rollout.engines.answers import Reply, raise_reported
 from paceline.rollout.engines.vllm.start.cause import of_death
 
 GRACE_S: Final = 10.0
 """Extra seconds that the engine may take to answer, beyond the deadline of its workers."""
 
 T = TypeVar("T")
-Reply = dict[str, Any]
 
 
 async def call_workers(llm: Any, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
@@ -33,7 +33,7 @@ async def call_workers(llm: Any, method: str, args: tuple[Any, ...], timeout_s: 
     allowed_s = timeout_s + GRACE_S
     call = llm.collective_rpc(method, timeout=allowed_s, args=args)
     replies: list[Reply] = await answered(llm, call, method, allowed_s)
-    _raise_reported(replies)
+    raise_reported(replies)
     return replies
 
 
@@ -64,38 +64,3 @@ def engine_died() -> PeerLostError:
         f"the inference engine has died: {cause or 'its last lines are in the log of this server'}",
         peer=LocalPart.ENGINE,
     )
-
-
-def _raise_reported(replies: Sequence[Reply]) -> None:
-    errors = [(reply["error"], f"TP rank {rank}") for rank, reply in enumerate(replies) if "error" in reply]
-    if not errors:
-        return
-    # A rank that fails breaks the connections of its peers, this engine's other ranks included. Report the
-    # cause, not a consequence; of lost peers, prefer a known one that is not of this engine.
-    peers = [peer_from_plain(error.get("peer", "")) for error, _ in errors]
-    own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
-
-    def distance(number: int) -> int:
-        if errors[number][0]["kind"] not in ("DeadlineError", "PeerLostError"):
-            return 0
-        peer = peers[number]
-        if isinstance(peer, LocalPart):
-            return 1
-        if peer in own_ranks:
-            return 4
-        return 2 if isinstance(peer, RankRef) and peer.number is not None else 3
-
-    raise _make_error(*errors[min(range(len(errors)), key=distance)])
-
-
-def _make_error(error: Reply, where: str) -> PacelineError:
-    kind, message = error["kind"], f"{where}: {error['message']}"
-    if kind == "DeadlineError":
-        phase = f"{where}: {error['phase']}"
-        peer = peer_from_plain(error["peer"])
-        return DeadlineError(phase=phase, peer=peer, seconds=error["seconds"], hint=error["hint"])
-    if kind == "PeerLostError":
-        return PeerLostError(message, peer=peer_from_plain(error["peer"]))
-    if kind == "ModelError":
-        return ModelError(message)
-    return WeightSyncError(message if kind == "WeightSyncError" else f"{where}: {kind}: {error['message']}")

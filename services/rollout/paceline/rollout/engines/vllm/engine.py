@@ -17,6 +17,7 @@ from typing import Any, Self
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart
+from paceline.rollout.engines.answers import Reply
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm import calls
@@ -186,7 +187,7 @@ class VllmEngine(Engine):
         """Makes all TP ranks leave the group."""
         await self.call_workers("paceline_leave", (), _LEAVE_S)
 
-    async def call_workers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[calls.Reply]:
+    async def call_workers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
         """Calls a method of the worker extension on every TP rank; see `calls.call_workers`.
 
         An engine that does not answer, or whose loader is broken, is of no more use: `check_health` says so.
@@ -313,5 +314,5 @@ class VllmEngine(Engine):
         gc.collect()
 
 
-def _merged(replies: Sequence[calls.Reply]) -> PushReceipt:
+def _merged(replies: Sequence[Reply]) -> PushReceipt:
     return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])

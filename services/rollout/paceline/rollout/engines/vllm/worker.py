@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 
-from paceline.core.errors import DeadlineError, PeerLostError
-from paceline.core.members import peer_to_plain
+from paceline.rollout.engines.answers import Reply, answered
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.images.without_torchvision import register
+from paceline.rollout.engines.vllm.reload import Reloader
 from paceline.rollout.engines.vllm.sampling.batched_sampler import BatchedSampler, replace_sampler
-from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
-from paceline.rollout.engines.vllm.weights.layout import describe_model
-from paceline.rollout.engines.vllm.weights.reload import Reloader
-from paceline.rollout.engines.vllm.weights.trace import traced
+from paceline.rollout.engines.weights.checkpoint import learner_shapes
+from paceline.rollout.engines.weights.layout import describe_model
+from paceline.rollout.engines.weights.trace import traced
 from paceline.weights.corrections import use_factor_parameters
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
-logger = logging.getLogger(__name__)
 P = ParamSpec("P")
-Reply = dict[str, Any]
 
 _BUSY_LOOP_S = 0.002
 _RECHECK_MS = 50
@@ -131,24 +127,10 @@ def _answering(
 ) -> Callable[..., Reply]:
     @functools.wraps(method)
     def answer(self: PacelineWorkerExtension, *args: P.args, **kwargs: P.kwargs) -> Reply:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:  # the boundary: the error travels to the caller as a value
-            logger.warning("%s failed", method.__name__, exc_info=True)
-            receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
-            rank = receiver.rank_ref if receiver is not None else None
-            return {"error": _describe_error(error) | {"rank": rank and peer_to_plain(rank)}}
+        receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
+        return answered(functools.partial(method, self, *args, **kwargs), receiver)
 
     return answer
-
-
-def _describe_error(error: Exception) -> Reply:
-    reply: Reply = {"kind": type(error).__name__, "message": str(error)}
-    if isinstance(error, DeadlineError):
-        reply |= {"phase": error.phase, "seconds": error.seconds, "hint": error.hint}
-    if isinstance(error, DeadlineError | PeerLostError):
-        reply["peer"] = peer_to_plain(error.peer)
-    return reply
 
 
 class PacelineWorkerExtension:

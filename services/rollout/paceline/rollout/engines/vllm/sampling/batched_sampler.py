@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.sampling.draw import draw, truncated
+from paceline.rollout.engines.sampling.draw import draw, truncated
 from paceline.rollout.engines.vllm.sampling.places import Places, to_device
 from paceline.rollout.engines.vllm.sampling.samples import SEED
 
@@ -157,7 +157,7 @@ class BatchedSampler(abc.ABC):
         numbers, log_probs = self._places.numbers, self._places.log_probs
         # Only validation draws from a part of the tokens, so the kernels do not support it.
         if logits.is_cuda and rows.truncation is None:
-            from paceline.rollout.engines.vllm.sampling.draw_kernels import draw_into
+            from paceline.rollout.engines.sampling.draw_kernels import draw_into
 
             return draw_into(
                 logits,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.vllm.sampling.draw import uniforms
+from paceline.rollout.engines.sampling.draw import uniforms
 
 
 class Places:

@@ -7,7 +7,7 @@ import logging
 from torch import nn
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.weights.trace import Places, parameter_places, recall
+from paceline.rollout.engines.weights.trace import Places, parameter_places, recall
 from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ def describe_model(model: nn.Module) -> RankLayout:
     """Returns which slices of the learner's tensors this rank's model needs, and where they land.
 
     Args:
-        model: vLLM's model, whose loading was traced when it was built.
+        model: the engine's model, whose loading was traced when it was built.
 
     Returns:
         The layout; without slices and with `full_tensors` set if some parameter cannot be pushed in place.
@@ -34,8 +34,8 @@ def describe_model(model: nn.Module) -> RankLayout:
     if trace is None or reasons:
         name, reason = next(iter(reasons.items()))
         logger.warning(
-            "weights take the general path (full tensors through vLLM's loader) because of %s: %s (%d in "
-            "all)",
+            "weights take the general path (full tensors through the engine's loader) because of %s: %s (%d "
+            "in all)",
             name or type(model).__name__,
             reason,
             len(reasons),
@@ -56,8 +56,8 @@ def _moved(before: Places, now: Places) -> dict[str, str]:
 def _sent_dtype(model: nn.Module) -> str:
     """Returns the type in which weights are sent: the model's shortest.
 
-    In a bfloat16 model vLLM keeps the gates of some routers in float32. The learner rounds gates to bfloat16,
-    so float32 holds them exactly.
+    In a bfloat16 model an engine may keep the gates of some routers in float32. The learner rounds gates to
+    bfloat16, so float32 holds them exactly.
     """
     examples = {str(param.dtype).removeprefix("torch."): name for name, param in model.named_parameters()}
     short = [dtype for dtype in examples if dtype != "float32"] or list(examples)

@@ -33,8 +33,18 @@ def uniforms(seeds: Tensor, length: int) -> Tensor:
     Args:
         seeds: (B,), int64.
     """
-    positions = torch.arange(1, length + 1, device=seeds.device, dtype=torch.int64)
-    counters = _mixed(seeds * _GAMMA + _FIRST).unsqueeze(-1) + positions * _GAMMA
+    positions = torch.arange(length, device=seeds.device, dtype=torch.int64)
+    return uniforms_at(seeds.unsqueeze(-1), positions)
+
+
+def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Returns numbers in [0, 1) for pairs of a seed and a position, float64, of their broadcast shape.
+
+    Args:
+        seeds: int64.
+        positions: int64, not negative.
+    """
+    counters = _mixed(seeds * _GAMMA + _FIRST) + (positions + 1) * _GAMMA
     return _shifted(_mixed(counters), 64 - _BITS).double() * 2.0**-_BITS
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
-from paceline.rollout.engines.vllm.weights.checkpoint import checkpoint_tensors
-from paceline.rollout.engines.vllm.weights.trace import Places, parameter_places, recall
+from paceline.rollout.engines.weights.checkpoint import checkpoint_tensors
+from paceline.rollout.engines.weights.trace import Places, parameter_places, recall
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 

@@ -1,4 +1,4 @@
-"""Turns the tensors of a live Hugging Face model into those of its checkpoint, which vLLM's loader reads."""
+"""Turns tensors of a live Hugging Face model into those of its checkpoint, which engines' loaders read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def checkpoint_tensors(
 
 
 def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names each expert of a stack, as vLLM's loader for gpt-oss has it: `...experts.0.gate_up_proj`.
+    """Names each expert of a stack, as an engine's loader for gpt-oss has it: `...experts.0.gate_up_proj`.
 
     That loader copies an entire stack into its parameter, bypassing the layer-by-layer collection of a
     reload.
@@ -78,9 +78,9 @@ def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 
 def _whole_stack(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names a stack as vLLM names its parameter: `...experts.routed_experts.gate_up_proj`.
+    """Names a stack as an engine may name its parameter: `...experts.routed_experts.gate_up_proj`.
 
-    vLLM 0.24 accepts gpt-oss's experts only as stacks, and under that name.
+    Some accept gpt-oss's experts only as stacks, and under that name.
     """
     yield name.replace(".experts.", ".experts.routed_experts."), tensor
 

@@ -1,4 +1,4 @@
-"""Traces vLLM's own loading on stand-ins, to find where each part of a learner's tensor lands in a live
+"""Traces an engine's own loading on stand-ins, to find where each part of a learner's tensor lands in a live
 model.
 
 stand-ins of the learner's tensors -> checkpoint names -> the model's `load_weights` -> every copy, as boxes
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.rollout.engines.vllm.weights.checkpoint import checkpoint_tensors
+from paceline.rollout.engines.weights.checkpoint import checkpoint_tensors
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import TensorSlice
 from paceline.weights.geometry.parameters import TRANSPOSED
@@ -61,7 +61,7 @@ class LoadTrace:
 
     @property
     def made(self) -> set[str]:
-        """Returns the parameters that no checkpoint has: vLLM computes them after each load."""
+        """Returns the parameters that no checkpoint has: the engine computes them after each load."""
         return {name for name, reason in self.reasons.items() if reason == _MADE}
 
 
@@ -90,7 +90,7 @@ def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type
     Constants that a loader writes (padding) are written; nothing else changes.
 
     Args:
-        model: vLLM's model, before its weights are converted to kernel format.
+        model: the engine's model, before its weights are converted to kernel format.
         tensors: shapes of the learner's tensors by name.
         model_type: as in the model's config.json.
     """
@@ -113,7 +113,7 @@ def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type
 def _write_unread(model: nn.Module) -> None:
     """Writes zeros into parameters that get no tensor and are never read.
 
-    Gemma 4's last layers use the keys and values of earlier layers, but in vLLM 0.24 they still have
+    Gemma 4's last layers use the keys and values of earlier layers, but in engines they may still have
     projections and norms for keys.
     """
     for module in model.modules():
@@ -171,7 +171,7 @@ def _copied(
 
 @contextlib.contextmanager
 def watch_processing(model: nn.Module, trace: LoadTrace) -> Iterator[None]:
-    """Adds to the trace what vLLM does to the parameters while it converts weights to kernel format."""
+    """Adds to the trace what the engine does to the parameters while it converts weights to kernel format."""
     before = _parameters(model)
     spy = _Spy(before)
     with spy:

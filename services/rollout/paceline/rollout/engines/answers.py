@@ -1,0 +1,78 @@
+"""Replies of an engine's ranks: plain values, also for errors, of which the cause is raised.
+
+A rank answers with a dict; an exception would leave other ranks waiting, or lose which peer was at fault.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
+from paceline.core.members import LocalPart, RankRef, peer_from_plain, peer_to_plain
+from paceline.rollout.engines.rank_receiver import RankReceiver
+
+logger = logging.getLogger(__name__)
+Reply = dict[str, Any]
+
+
+def answered(method: Callable[[], Reply], receiver: RankReceiver | None) -> Reply:
+    """Returns what a method of this rank returns, or its error as a value."""
+    try:
+        return method()
+    except Exception as error:  # the boundary: the error travels to the caller as a value
+        logger.warning("%s failed", _name(method), exc_info=True)
+        rank = receiver.rank_ref if receiver is not None else None
+        return {"error": _described(error) | {"rank": rank and peer_to_plain(rank)}}
+
+
+def _name(method: Any) -> str:
+    inner = method.func if isinstance(method, functools.partial) else method
+    return str(getattr(inner, "__name__", inner))
+
+
+def _described(error: Exception) -> Reply:
+    reply: Reply = {"kind": type(error).__name__, "message": str(error)}
+    if isinstance(error, DeadlineError):
+        reply |= {"phase": error.phase, "seconds": error.seconds, "hint": error.hint}
+    if isinstance(error, DeadlineError | PeerLostError):
+        reply["peer"] = peer_to_plain(error.peer)
+    return reply
+
+
+def raise_reported(replies: Sequence[Reply]) -> None:
+    """Raises the error that a rank reports, by rank of `replies`; of several the cause."""
+    errors = [(reply["error"], f"TP rank {rank}") for rank, reply in enumerate(replies) if "error" in reply]
+    if not errors:
+        return
+    # A rank that fails breaks the connections of its peers, this engine's other ranks included. Report the
+    # cause, not a consequence; of lost peers, prefer a known one that is not of this engine.
+    peers = [peer_from_plain(error.get("peer", "")) for error, _ in errors]
+    own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
+
+    def distance(number: int) -> int:
+        if errors[number][0]["kind"] not in ("DeadlineError", "PeerLostError"):
+            return 0
+        peer = peers[number]
+        if isinstance(peer, LocalPart):
+            return 1
+        if peer in own_ranks:
+            return 4
+        return 2 if isinstance(peer, RankRef) and peer.number is not None else 3
+
+    raise _make_error(*errors[min(range(len(errors)), key=distance)])
+
+
+def _make_error(error: Reply, where: str) -> PacelineError:
+    kind, message = error["kind"], f"{where}: {error['message']}"
+    if kind == "DeadlineError":
+        phase = f"{where}: {error['phase']}"
+        peer = peer_from_plain(error["peer"])
+        return DeadlineError(phase=phase, peer=peer, seconds=error["seconds"], hint=error["hint"])
+    if kind == "PeerLostError":
+        return PeerLostError(message, peer=peer_from_plain(error["peer"]))
+    if kind == "ModelError":
+        return ModelError(message)
+    return WeightSyncError(message if kind == "WeightSyncError" else f"{where}: {kind}: {error['message']}")

@@ -1,0 +1,1 @@
+"""Draws tokens by seed and position, for every engine."""

@@ -1,0 +1,403 @@
+"""The engine: SGLang's schedulers in processes of their own, one per tensor-parallel rank.
+
+Token ids go in, token ids and log-probabilities come out. SGLang's tokenizer and detokenizer processes, and
+its HTTP server, are not started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import numpy as np
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import (
+    DeadlineError,
+    FailedStartError,
+    InvalidMessageError,
+    ModelError,
+    PacelineError,
+    PeerLostError,
+    WeightSyncError,
+)
+from paceline.core.members import EnginePart, LocalPart
+from paceline.core.samples.trajectory import FinishReason
+from paceline.rollout.engines.answers import Reply
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
+from paceline.rollout.engines.processes import EngineProcesses
+from paceline.rollout.engines.sglang import arguments
+from paceline.rollout.engines.sglang.link import Link, died
+from paceline.rollout.engines.sglang.sampler import GREEDY
+from paceline.weights.digest.agreement import DigestReport
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
+
+log = logging.getLogger(__name__)
+
+_START_S: Final = 900.0
+_DESCRIBE_S: Final = 60.0
+_LEAVE_S: Final = 30.0
+_SLEEP_S: Final = 30.0
+_DRAIN_S: Final = 20.0
+_LOOK_S: Final = 0.2
+_IDLE_LOOK_S: Final = 0.002
+_TAGS: Final = {EnginePart.WEIGHTS: ["weights"], EnginePart.KV_CACHE: ["kv_cache", "cuda_graph"]}
+_ENDS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+_NO_ERRORS: Final = (None, "", "Aborted", "Unknown error")
+"""What SGLang says of a request that was aborted by order."""
+
+
+@dataclass(slots=True)
+class _Response:
+    """What has come of a response to a request."""
+
+    request: SampleRequest
+    ended: asyncio.Future[FinishReason]
+    tell: Callable[[], None] = do_nothing
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    is_sent: bool = False
+    is_aborted: bool = False
+
+    def fail(self, error: PacelineError) -> None:
+        """Ends it with an error, which nobody has to ask for."""
+        self.ended.set_exception(error)
+        self.ended.exception()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its last token is one that ends it."""
+        return bool(self.token_ids) and self.token_ids[-1] in self.request.sampling.stop_token_ids
+
+
+class SglangEngine(Engine):
+    """An `Engine` over SGLang's schedulers; made by `start`. `engines/base.py` says what each promises."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._link: Link | None = Link(self._take)
+        self._processes = EngineProcesses()
+        self._responses: dict[str, _Response] = {}
+        self._names = itertools.count()
+        self._facts: Reply = {}
+        self._unusable: PeerLostError | None = None
+        self._asleep: set[EnginePart] = set()
+        self._is_paused = False
+        self._freed_bytes = 0
+        self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: RunConfig, *, load_format: str = "dummy") -> Self:
+        """Starts the processes of an engine.
+
+        Raises:
+            ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
+            ModelError: the engine does not start with this model and configuration.
+            FailedStartError: one of its processes was killed or stopped: the next start may succeed.
+        """
+        started = time.monotonic()
+        on_cpu = not arguments.has_gpu()
+        given = arguments.server_arguments(config, on_cpu=on_cpu, load_format=load_format)
+        engine = cls(config)
+        assert engine._link is not None
+        try:
+            variables, share = arguments.environment(config), config.rollout.gpu_memory_utilization
+            await asyncio.to_thread(engine._link.start, given, variables, _free_port(), share)
+            facts = await engine._link.call("paceline_facts", timeout_s=_START_S)
+        except PeerLostError as error:
+            engine._link.kill()
+            if any(code < 0 for code in engine._link.ended):
+                raise FailedStartError(
+                    f"the engine did not start this time: {error}", peer="SGLang"
+                ) from error
+            raise ModelError(f"the engine does not start with {config.model.path}: {error}") from error
+        except BaseException:
+            engine._link.kill()
+            raise
+        engine._facts = facts[0]
+        engine._processes.settle()
+        engine._watching = asyncio.create_task(engine._watch())
+        log.info("engine up in %.1f s", time.monotonic() - started)
+        return engine
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding."""
+        return int(self._facts["vocab_size"])
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that fit into the KV cache."""
+        return int(self._facts["kv_cache_tokens"])
+
+    async def describe(self) -> tuple[RankLayout, ...]:
+        """Which part of which checkpoint tensor each rank needs, by rank."""
+        replies = await self._call("paceline_describe", timeout_s=_DESCRIBE_S)
+        return tuple(RankLayout.from_bytes(reply["layout"]) for reply in replies)
+
+    async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
+        """All ranks join the group, rank 0 as group rank `rank_offset`."""
+        await self._call("paceline_join", spec.to_bytes(), rank_offset, timeout_s, timeout_s=timeout_s)
+
+    async def receive(self, version: int, timeout_s: float) -> PushReceipt:
+        """Receives one push; forgets cached prefixes."""
+        await self._settled()
+        replies = await self._call("paceline_receive", version, timeout_s, timeout_s=timeout_s)
+        if not self._is_paused and not all(reply["idle"] for reply in replies):
+            raise WeightSyncError(
+                f"version {version} arrived while requests were running: they would mix it with cached keys "
+                "and values of the old weights. Abort them before a push"
+            )
+        return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])
+
+    async def pause(self, *, recompute: bool) -> None:
+        """Lets SGLang schedule no further step."""
+        await self._call("paceline_pause", recompute, timeout_s=_SLEEP_S)
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        """Has SGLang schedule steps again."""
+        if self._is_paused:
+            await self._call("paceline_resume", timeout_s=_SLEEP_S)
+            self._is_paused = False
+
+    async def digest(self, version: int) -> tuple[DigestReport, ...]:
+        """The digest of what lies in the parameters now, one report per rank."""
+        replies = await self._call("paceline_digest", version, timeout_s=_DESCRIBE_S)
+        return tuple(DigestReport.from_bytes(reply["digests"]) for reply in replies)
+
+    async def leave(self) -> None:
+        """All ranks leave the group."""
+        await self._call("paceline_leave", timeout_s=_LEAVE_S)
+
+    async def generate(
+        self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
+    ) -> list[Sample]:
+        """Draws all samples, in order; cancelling it aborts them."""
+        messages = [self._message(request) for request in requests]
+        loop = asyncio.get_running_loop()
+        responses = [_Response(request, loop.create_future(), ended) for request in requests]
+        by_name = dict(zip((message.rid for message in messages), responses, strict=True))
+        self._responses |= by_name
+        try:
+            for message, response in zip(messages, responses, strict=True):
+                await self._alive().send(message)
+                response.is_sent = True
+            await asyncio.wait([each.ended for each in responses], return_when=asyncio.FIRST_EXCEPTION)
+            failed = [each for each in responses if each.ended.done() and each.ended.exception()]
+            return [_sample(each, each.ended.result()) for each in failed or responses]
+        except BaseException:
+            await self._abort(by_name)
+            raise
+        finally:
+            for name, response in by_name.items():
+                if response.ended.done() or not response.is_sent:
+                    self._responses.pop(name, None)
+
+    async def _abort(self, responses: Mapping[str, _Response]) -> None:
+        """Orders the end of requests; does not wait for it, as the engine may hang."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        if self._link is None or self._unusable or self._link.ended:
+            return
+        for name, response in responses.items():
+            if response.is_sent and not response.ended.done():
+                response.is_aborted = True
+                await self._link.send(AbortReq(rid=name))
+
+    async def _settled(self) -> None:
+        """Waits until requests that were aborted have ended, and the engine has put away the last step's.
+
+        Not if it is paused, which ends none, or while other requests are under way.
+        """
+        if self._is_paused:
+            return
+        if ending := [each.ended for each in self._responses.values() if each.is_aborted]:
+            await asyncio.wait(ending, timeout=_DRAIN_S)
+        deadline = time.monotonic() + _DRAIN_S
+        while all(each.ended.done() for each in self._responses.values()) and time.monotonic() < deadline:
+            if all(reply["idle"] for reply in await self._ordered("paceline_is_idle")):
+                return
+            await asyncio.sleep(_IDLE_LOOK_S)
+
+    def _message(self, request: SampleRequest) -> Any:
+        """Translates a request.
+
+        Raises:
+            InvalidMessageError: SGLang could not run it.
+        """
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling, token_ids = request.sampling, array("q", [*request.prompt_token_ids, *request.drawn])
+        rest = sampling.max_tokens - len(request.drawn)
+        if not token_ids or len(token_ids) + rest > self._config.engine_model_len:
+            raise _refused(request, f"{len(token_ids)} tokens and {rest} to draw do not fit")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise _refused(request, f"a token id is outside 0..{self.vocab_size - 1}")
+        if request.images:
+            raise _refused(request, "images are not supported with SGLang")
+        params = SamplingParams(
+            max_new_tokens=rest,
+            stop_token_ids=set(sampling.stop_token_ids),
+            temperature=sampling.temperature or 1.0,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            sampling_seed=request.seed,
+        )
+        params.normalize(None)
+        if not sampling.temperature:
+            params.temperature = GREEDY
+        return TokenizedGenerateReqInput(
+            rid=f"{next(self._names):012x}",
+            input_text=None,
+            input_ids=token_ids,
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            extra_key=request.cache_salt or None,
+        )
+
+    def _take(self, output: Any) -> None:
+        """Takes a message of rank 0: new tokens of requests, or the end of one that had not begun."""
+        if type(output).__name__ == "AbortReq":
+            self._end(output.rid, output.finished_reason or {"type": "abort"})
+            return
+        if type(output).__name__ != "BatchTokenIDOutput":
+            return
+        for number, name in enumerate(output.rids):
+            response = self._responses.get(name)
+            if response is None:
+                continue
+            response.token_ids += output.output_ids[number]
+            if output.output_token_logprobs_val:
+                response.log_probs += output.output_token_logprobs_val[number]
+            if reason := output.finished_reasons[number]:
+                self._end(name, reason)
+
+    def _end(self, name: str, reason: dict[str, Any]) -> None:
+        response = self._responses.get(name)
+        if response is None or response.ended.done():
+            return
+        if response.is_aborted:
+            del self._responses[name]
+        end = _ENDS.get(reason["type"])
+        if end is FinishReason.ABORT and reason.get("message") not in _NO_ERRORS:
+            end = None
+        # SGLang looks at the length first, also if the last token that fits ends the response.
+        if end is FinishReason.LENGTH and response.is_stopped:
+            end = FinishReason.STOP
+        if end is None:
+            why = f"the engine has ended request {response.request.request_id} with an error: {reason}"
+            response.fail(PacelineError(why))
+        else:
+            response.ended.set_result(end)
+            response.tell()
+
+    async def sleep(self) -> int:
+        """Unmaps weights and KV cache on every rank."""
+        if self._asleep != set(EnginePart):
+            await self.resume()
+            await self._abort(dict(self._responses))
+            await self._settled()
+            replies = await self._ordered("paceline_sleep")
+            self._freed_bytes = max(self._freed_bytes, *(int(reply["freed_bytes"]) for reply in replies))
+            self._asleep = set(EnginePart)
+        return self._freed_bytes
+
+    async def wake(self, part: EnginePart) -> None:
+        """Maps the memory of a part again."""
+        if part in self._asleep:
+            await self._ordered("paceline_wake", _TAGS[part])
+            self._asleep.remove(part)
+
+    async def _ordered(self, method: str, *args: Any) -> list[Reply]:
+        return await self._call(method, *args, timeout_s=_SLEEP_S)
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> list[Reply]:
+        try:
+            return await self._alive().call(method, *args, timeout_s=timeout_s)
+        except (DeadlineError, PeerLostError) as error:
+            if error.peer is LocalPart.ENGINE:
+                self._unusable = PeerLostError(str(error), peer=LocalPart.ENGINE)
+                self._end_all(self._unusable)
+            raise
+
+    def _alive(self) -> Link:
+        if self._unusable is not None:
+            raise self._unusable
+        if self._link is None:
+            raise PeerLostError("the inference engine has been shut down", peer=LocalPart.ENGINE)
+        return self._link
+
+    async def _watch(self) -> None:
+        """Ends all requests with an error when a process of the engine has ended."""
+        while (link := self._link) is not None:
+            if link.ended:
+                self._unusable = self._unusable or died(link.ended)
+                self._end_all(self._unusable)
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def _end_all(self, error: PeerLostError) -> None:
+        for response in self._responses.values():
+            if not response.ended.done():
+                response.fail(error)
+
+    async def check_health(self) -> None:
+        """Raises PeerLostError if the engine has died, hangs, or can never be pushed into again."""
+        link = self._alive()
+        if link.ended:
+            self._unusable = died(link.ended)
+        elif stopped := self._processes.stopped(time.monotonic()):
+            self._unusable = PeerLostError(
+                f"process {stopped} of the inference engine is stopped, as by SIGSTOP, and nobody continues "
+                "it; the engine must be restarted",
+                peer=LocalPart.ENGINE,
+            )
+        if self._unusable is not None:
+            self._end_all(self._unusable)
+            raise self._unusable
+
+    async def shutdown(self) -> None:
+        """Ends every process of the engine."""
+        link, self._link = self._link, None
+        if self._watching is not None:
+            self._watching.cancel()
+        if link is not None:
+            await asyncio.to_thread(link.kill)
+
+
+def _sample(response: _Response, end: FinishReason) -> Sample:
+    log_probs = np.asarray(response.log_probs, dtype=np.float32)
+    return Sample(
+        token_ids=np.asarray(response.token_ids, dtype=np.int32), log_probs=log_probs, finish_reason=end
+    )
+
+
+def _refused(request: SampleRequest, why: str) -> InvalidMessageError:
+    return InvalidMessageError(
+        f"the engine refuses request {request.request_id}: {why}", reason="refused_by_engine"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,74 @@
+"""The general path into SGLang's model: full tensors through its own loader, and a check that all arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.core.errors import ModelError
+from paceline.rollout.engines.weights.checkpoint import checkpoint_tensors
+from paceline.rollout.engines.weights.trace import parameter_places, recall
+
+Tensors = Iterator[tuple[str, Tensor]]
+
+
+def load_full(
+    model: Any, model_type: str, reload: Callable[[Tensors], None] | None = None
+) -> Callable[[Tensors], None]:
+    """Returns a function that loads full tensors, named as in a live Hugging Face model, into `model`.
+
+    Args:
+        model: SGLang's live model.
+        model_type: as in the model's config.json.
+        reload: SGLang's loading of checkpoint tensors, with what it does to them afterwards; its
+            `load_weights` by default.
+
+    It raises ModelError if a parameter was not written, or was moved away from where steps read it.
+    """
+
+    def load(tensors: Tensors) -> None:
+        before, writes = parameter_places(model), _Writes()
+        with writes:
+            (reload or model.load_weights)(checkpoint_tensors(tensors, model_type=model_type))
+        if parameter_places(model) != before:
+            raise ModelError(
+                f"SGLang's loader has moved parameters of {type(model).__name__}: its captured graphs would "
+                "read the old ones; choose another rollout.name for this model"
+            )
+        _check_complete(model, writes.storages)
+
+    return load
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
+    """Notes the storages that operators write to, in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, Tensor):
+                self.storages.add(value.untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+def _check_complete(model: torch.nn.Module, written: set[int]) -> None:
+    trace = recall(model)
+    computed = set() if trace is None else trace.made
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if name not in computed and parameter.untyped_storage().data_ptr() not in written
+    ]
+    if missing:
+        raise ModelError(
+            f"SGLang's loader has not written {missing[0]} ({len(missing)} such parameters), as far as can "
+            "be seen: the learner's tensors do not fill the engine's model; choose another rollout.name"
+        )

@@ -1,0 +1,198 @@
+"""Settings that SGLang cannot run with, each with its reason; imports nothing of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.models.facts import family_in
+
+Refusals = Mapping[str, str]
+"""Argument -> why it is refused"""
+
+OWN: Final[Refusals] = {
+    "model_path": "Paceline sets it; write model.path",
+    "tokenizer_path": "token ids go in and come out",
+    "skip_tokenizer_init": "Paceline sets it: token ids go in and come out",
+    "load_format": "Paceline sets it: weights come only by push",
+    "dtype": "Paceline sets it; write model.dtype",
+    "sampling_backend": "Paceline sets it: its own draws by seed and position",
+    "sampling_defaults": "Paceline sets it: a model's own defaults would silently change the sampling",
+    "tp_size": "Paceline sets it; write rollout.tensor_model_parallel_size",
+    "context_length": "Paceline sets it; write data.max_prompt_length and data.max_response_length",
+    "max_running_requests": "Paceline sets it; write rollout.max_num_seqs, which limits prompts, too",
+    "random_seed": "Paceline sets it; write trainer.seed",
+    "mem_fraction_static": "Paceline sets it; write rollout.gpu_memory_utilization, a share of the whole GPU",
+    "enable_memory_saver": "Paceline sets it; write rollout.sleep",
+    "device": "Paceline sets it: a GPU where there is one",
+    "base_gpu_id": "Paceline sets it; write rollout.devices",
+    "nccl_port": "Paceline sets it",
+}
+"""Arguments that Paceline sets itself"""
+
+_OTHER_MODEL: Final = "the engine would run another model than the learner trains"
+_OTHER_POLICY: Final = (
+    "samples would be drawn from another distribution than the one that the learner computes"
+)
+_QUANTIZED: Final = "weights are pushed as they are trained, into parameters that are not quantized"
+_ADAPTERS: Final = "adapters are no part of a push: what is sampled from would not be what is trained"
+_DRAFTS: Final = "a draft model is no part of a push, and a sample would depend on what it proposes"
+_STALE_KEYS: Final = "keys and values of older weights would outlive the reset of the prefix cache"
+_RANKS: Final = "a server's ranks are its tensor-parallel ranks; write rollout.replicas for more servers"
+_MOVED: Final = "parameters would not stay where a push writes them"
+_OTHER_WEIGHTS: Final = "weights come only over Paceline's own weight group"
+_GENERATES: Final = "a rollout server generates"
+_NOT_REPRODUCIBLE: Final = "the same request would not give the same sample again"
+
+REFUSED: Final[Refusals] = {
+    **dict.fromkeys(
+        (
+            "quantization",
+            "quantization_param_path",
+            "modelopt_quant",
+            "quantize_and_serve",
+            "rl_quant_profile",
+            "torchao_config",
+        ),
+        _QUANTIZED,
+    ),
+    **dict.fromkeys(("enable_lora", "lora_paths"), _ADAPTERS),
+    **dict.fromkeys(
+        (
+            "speculative_algorithm",
+            "speculative_draft_model_path",
+            "enable_multi_layer_eagle",
+            "decoupled_spec_role",
+        ),
+        _DRAFTS,
+    ),
+    **dict.fromkeys(("json_model_override_args", "revision", "enable_multimodal"), _OTHER_MODEL),
+    **dict.fromkeys(
+        (
+            "enable_custom_logit_processor",
+            "preferred_sampling_params",
+            "dllm_algorithm",
+            "enable_mis",
+            "rl_on_policy_target",
+            "allow_auto_truncate",
+        ),
+        _OTHER_POLICY,
+    ),
+    **dict.fromkeys(
+        (
+            "enable_hierarchical_cache",
+            "hicache_storage_backend",
+            "enable_hisparse",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_streaming_session",
+            "enable_session_radix_cache",
+        ),
+        _STALE_KEYS,
+    ),
+    **dict.fromkeys(
+        (
+            "enable_dp_attention",
+            "enable_prefill_cp",
+            "enable_prefill_context_parallel",
+            "enable_dsa_prefill_context_parallel",
+            "elastic_ep_backend",
+            "dist_init_addr",
+            "use_ray",
+        ),
+        _RANKS,
+    ),
+    **dict.fromkeys(
+        ("enable_eplb", "ep_num_redundant_experts", "enable_elastic_expert_backup", "kt_weight_path"),
+        "experts would move between ranks, away from where a push loads them",
+    ),
+    "enable_weights_cpu_backup": _MOVED,
+    **dict.fromkeys(
+        (
+            "custom_weight_loader",
+            "checkpoint_engine_wait_weights_before_ready",
+            "remote_instance_weight_loader_seed_instance_ip",
+            "delete_ckpt_after_loading",
+        ),
+        _OTHER_WEIGHTS,
+    ),
+    **dict.fromkeys(("is_embedding", "encoder_only", "prefill_only_disable_kv_cache"), _GENERATES),
+    "language_only": _OTHER_MODEL,
+    "forward_hooks": _OTHER_POLICY,
+    "enable_mamba_cache_stochastic_rounding": _NOT_REPRODUCIBLE,
+    "enable_pdmux": _GENERATES,
+}
+"""Refused, unless the value leaves the feature off (null, false, 0 or empty)"""
+
+ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "kv_cache_dtype": (("auto",), f"with rounded keys and values {_OTHER_POLICY}"),
+    "disaggregation_mode": (("null",), "a rollout server both reads prompts and draws"),
+    "dp_size": ((1,), _RANKS),
+    "pp_size": ((1,), _RANKS),
+    "ep_size": ((1,), _RANKS),
+    "dcp_size": ((1,), _RANKS),
+    "attn_cp_size": ((1,), _RANKS),
+    "moe_dp_size": ((1,), _RANKS),
+    "nnodes": ((1,), _RANKS),
+    "cpu_offload_gb": ((0,), _MOVED),
+    "offload_group_size": ((-1,), _MOVED),
+    "init_expert_location": (("trivial",), _MOVED),
+    "model_impl": (("auto", "sglang"), "the push is traced through SGLang's own models"),
+}
+"""Refused, except for these values"""
+
+
+def check(config: RunConfig) -> None:
+    """Checks the configuration for what SGLang, or its place behind the seam, does not do.
+
+    Raises:
+        ConfigError: rollout.engine_kwargs sets an argument that breaks exactness, the push or the service; or
+            the run needs what only another engine has.
+    """
+    if lacking := _lacking(config):
+        raise ConfigError(f"rollout.name: sglang does not go with {'; nor with '.join(lacking)}")
+    kwargs = config.rollout.engine_kwargs
+    reasons = {name: reason for name, value in sorted(kwargs.items()) if (reason := _reason(name, value))}
+    if reasons:
+        lines = "; ".join(f"{name}={kwargs[name]!r}: {reason}" for name, reason in reasons.items())
+        raise ConfigError(f"rollout.engine_kwargs may not set {lines}. Remove it")
+
+
+def _lacking(config: RunConfig) -> list[str]:
+    """Names each part of the configuration that needs another engine, and what to change."""
+    rollout, family = config.rollout, family_in(Path(config.model.path))
+    other = "or another rollout.name"
+    lacking = []
+    if rollout.sampler == "engine":
+        lacking.append(
+            "rollout.sampler: engine, because SGLang's own sampler does not honour every seed: write auto, "
+            f"{other}"
+        )
+    if rollout.in_flight != "wait":
+        lacking.append(
+            f"rollout.in_flight: {rollout.in_flight}, because it does not tell which weights drew which "
+            f"token: write wait, {other}"
+        )
+    if config.data.image_key is not None or family.takes_images:
+        lacking.append(f"prompts with images: leave out data.image_key and take a text model, {other}")
+    if family.has_states:
+        lacking.append(
+            f"{family.name or 'this model'}, whose layers have a state for each sequence: take another "
+            f"model, {other}"
+        )
+    return lacking
+
+
+def _reason(name: str, value: object) -> str | None:
+    """Says why the argument may not have this value; None if it may."""
+    if name in OWN:
+        return OWN[name]
+    if name in ALLOWED:
+        allowed, reason = ALLOWED[name]
+        if value in allowed:
+            return None
+        return f"{reason} (allowed: {', '.join(map(str, allowed))})"
+    return REFUSED.get(name) if value else None

@@ -1,0 +1,155 @@
+"""Paceline's methods of a rank; `link.py` calls them on every rank, between two of its steps.
+
+A reply is a dict of plain values, also for an error: an exception on one rank would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    RpcReqInput,
+    RpcReqOutput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_loader.loader import DefaultModelLoader
+
+from paceline.core.errors import WeightSyncError
+from paceline.rollout.engines.answers import Reply, answered
+from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.sglang.loading import load_full
+from paceline.rollout.engines.weights.layout import describe_model
+from paceline.weights.plan.spec import WeightGroupSpec
+
+CALL = "call"
+"""Name of the only parameter of a call: the method and its arguments, packed."""
+
+
+class PacelineScheduler(Scheduler):  # type: ignore[misc]
+    """SGLang's scheduler of one rank, and what Paceline asks of it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Only the stop tokens of a request end its response.
+        self.model_config.hf_eos_token_id = None
+        self._receiver: RankReceiver | None = None
+
+    def handle_rpc_request(self, recv_req: RpcReqInput) -> RpcReqOutput:
+        """Calls a method, and returns the replies of all ranks."""
+        method, args = msgpack.unpackb(base64.b64decode(recv_req.parameters[CALL]))
+        reply = answered(functools.partial(getattr(self, method), *args), self._receiver)
+        replies = _gathered(msgpack.packb(reply), self.tp_cpu_group, self.ps.tp_size)
+        return RpcReqOutput(success=True, message=base64.b64encode(msgpack.packb(replies)).decode())
+
+    def paceline_facts(self) -> Reply:
+        """Returns what the server needs to know of the engine that has started."""
+        return {
+            "kv_cache_tokens": int(self.max_total_num_tokens),
+            "vocab_size": int(self.model_config.vocab_size),
+            "max_request_tokens": int(self.max_req_len),
+        }
+
+    def paceline_describe(self) -> Reply:
+        """Returns the layout of this rank, as bytes."""
+        return {"layout": self._paceline_receiver().describe().to_bytes()}
+
+    def paceline_join(self, spec: bytes, rank_offset: int, timeout_s: float) -> Reply:
+        """Joins the weight group; `rank_offset` is the group rank of this server's first rank."""
+        group = WeightGroupSpec.from_bytes(spec)
+        self._paceline_receiver().join(group, rank_offset + self.ps.tp_rank, timeout_s)
+        return {}
+
+    def paceline_receive(self, version: int, timeout_s: float) -> Reply:
+        """Receives a push and computes digests of the parameters; forgets cached prefixes.
+
+        A step that was launched before may still compute on the GPU.
+        """
+        _synchronize()
+        receipt = self._paceline_receiver().receive(version, timeout_s)
+        return {"receipt": receipt.to_bytes(), "idle": self.flush_cache(empty_cache=False)}
+
+    def paceline_digest(self, version: int) -> Reply:
+        """Computes digests of the parameters; `version` only labels the report."""
+        report = self._paceline_receiver().digest(version, f"TP rank {self.ps.tp_rank}")
+        return {"digests": report.to_bytes()}
+
+    def paceline_leave(self) -> Reply:
+        """Leaves the group; peers that still wait get an error."""
+        self._paceline_receiver().leave()
+        return {}
+
+    def paceline_is_idle(self) -> Reply:
+        """Returns whether nothing is under way; a step's requests count until the next one."""
+        return {"idle": bool(self.is_fully_idle())}
+
+    def paceline_sleep(self) -> Reply:
+        """Unmaps weights and KV cache; requests must have ended."""
+        if not self.is_fully_idle():
+            raise WeightSyncError("the engine cannot sleep while requests are under way")
+        before = _free_bytes()
+        self.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        return {"freed_bytes": _free_bytes() - before}
+
+    def paceline_wake(self, tags: list[str]) -> Reply:
+        """Maps the memory of parts again."""
+        self.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+        return {}
+
+    def paceline_pause(self, recompute: bool) -> Reply:
+        """Schedules no step until `paceline_resume`."""
+        mode = "retract" if recompute else "in_place"
+        self.pause_generation(PauseGenerationReqInput(mode=mode))
+        return {}
+
+    def paceline_resume(self) -> Reply:
+        """Lets SGLang schedule steps again."""
+        self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        return {}
+
+    def _paceline_receiver(self) -> RankReceiver:
+        if self._receiver is None:
+            runner = self.tp_worker.model_runner
+            is_on_gpu = runner.device == "cuda"
+            device = torch.device("cuda", self.ps.gpu_id) if is_on_gpu else torch.device(runner.device)
+            reload = functools.partial(_reload, runner.model, device)
+            load = load_full(runner.model, runner.model_config.hf_config.model_type, reload)
+            self._receiver = RankReceiver(runner.model, device, describe_model, load)
+        return self._receiver
+
+
+def _reload(model: Any, device: torch.device, tensors: Any) -> None:
+    """Loads tensors of a checkpoint as SGLang does at its start."""
+    DefaultModelLoader.load_weights_and_postprocess(model, tensors, device)
+
+
+def _gathered(reply: bytes, group: Any, num_ranks: int) -> list[Any]:
+    """Returns the replies of all ranks, by rank."""
+    if num_ranks == 1:
+        return [msgpack.unpackb(reply)]
+    own = torch.tensor([len(reply)])
+    sizes = [torch.empty_like(own) for _ in range(num_ranks)]
+    dist.all_gather(sizes, own, group=group)
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    padded[: len(reply)] = torch.frombuffer(bytearray(reply), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(parts, padded, group=group)
+    both = zip(parts, sizes, strict=True)
+    return [msgpack.unpackb(part[: int(size)].numpy().tobytes()) for part, size in both]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
