@@ -197,6 +197,8 @@ class SglangEngine(Engine):
             failed = [each for each in responses if each.ended.done() and each.ended.exception()]
             return [_sample(each, each.ended.result()) for each in failed or responses]
         except BaseException:
+            for response in responses:
+                response.tell = do_nothing  # whoever asked has gone
             await self._abort(by_name)
             raise
         finally:
