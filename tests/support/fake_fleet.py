@@ -366,7 +366,9 @@ async def answer_validations(
                 for group in (decode_prompt_group(entry.payload) for entry in entries):
                     assert group.policy == policy
                     samples = reversed(range(group.num_samples))
-                    await broker.append([_message(run_id, group, i, answer, beside=True) for i in samples])
+                    await broker.append(
+                        [_message(run_id, group, i, answer, beside=True, server=name) for i in samples]
+                    )
                 await box.done(entries)
 
 
@@ -430,6 +432,7 @@ def _message(
     policies: Sequence[PolicyTag] = (),
     *,
     beside: bool = False,
+    server: str = "fake",
 ) -> Outgoing:
     policies = policies or (group.policy,)
     stream, answered = names.scored(run_id), answer(group, index)
@@ -449,7 +452,7 @@ def _message(
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
         num_response_tokens=2,
         finish_reason=FinishReason.STOP,
-        server_id="fake",
+        server_id=server,
         generation_s=0.0,
         scorer="fake",
         reward_s=0.0,

@@ -54,6 +54,13 @@ def values(folder: Path) -> dict[int, dict[str, Any]]:
     return by_step
 
 
+def standing_of(folder: Path) -> Standing:
+    standing = Standing()
+    for event in journal_events(folder):
+        standing.note(event)
+    return standing
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's end is an exception here, which loses nothing that was written."""
@@ -98,7 +105,6 @@ async def test_a_controller_killed_at_any_event_goes_on(
         assert [step for step, _ in fakes.trained] == [1, 2, 3, 4], what
         events = journal_events(folder)
         assert [e["step"] for e in events if e["event"] == "validation_skipped"] == [], what
-        standing = Standing()
-        for event in events:
-            standing.note(event)
+        standing = standing_of(folder)
         assert (standing.finished, standing.validations) == (4, {}), what
+        assert standing.guard["best"] == standing_of(calm).guard["best"], what

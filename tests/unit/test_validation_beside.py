@@ -55,7 +55,9 @@ async def test_the_values_are_those_of_a_run_without_validation_servers(tmp_path
     assert trained[0] == trained[1]
     for step in (0, 2, 4, 6):
         files = [
-            pyarrow.parquet.read_table(tmp_path / name / "trajectories" / f"val_{step:06d}.parquet")
+            pyarrow.parquet.read_table(
+                tmp_path / name / "trajectories" / f"val_{step:06d}.parquet"
+            ).drop_columns(["server"])
             for name in ("alone", "beside")
         ]
         assert files[0].equals(files[1])
@@ -80,6 +82,10 @@ async def test_steps_are_trained_while_a_validation_is_under_way(tmp_path: Path)
         ]
         received = [call for call in it.services.calls if call.startswith("receive rollout-2")]
         assert [call.split()[2] for call in received] == ["v0", "v2", "v4", "v6"]
+        answers = [e for e in events_of(it, "trajectory") if "beside" in e]
+        servers = {step: {e["server"] for e in answers if e["beside"] == step} for step in (0, 2, 4, 6)}
+        # The last is answered by all, as nothing is trained meanwhile.
+        assert servers == {0: {"rollout-2"}, 2: {"rollout-2"}, 4: {"rollout-2"}, 6: {"rollout-2", "fake"}}
         lines = [(line["step"], "val/reward/mean" in line) for line in it.lines()]
         assert lines[:6] == [(0, False), (1, False), (2, False), (0, True), (3, False), (4, False)]
 
