@@ -12,6 +12,8 @@ import pytest
 
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.standing import Standing
+from paceline.core.ids import Purpose
+from paceline.core.samples.trajectory import PromptGroup
 from support import killed_sequencer
 from support.beside import BESIDE, by_version
 from support.fake_fleet import FakeServices
@@ -22,6 +24,15 @@ from support.sequencer_run import SequencerRun, config
 CHANGES: dict[str, Any] = {**BESIDE, "trainer__total_steps": 4, "trainer__save_freq": 3}
 
 
+def falling(group: PromptGroup, index: int) -> dict[str, Any]:
+    """The first validation is the best, so that the guard knows of each whether it was judged."""
+    answered = by_version(group, index)
+    if group.purpose != Purpose.VALIDATE:
+        return answered
+    reward = -float(answered["reward"])
+    return {**answered, "reward": reward, "components": {"exact_match": reward}}
+
+
 async def live(
     folder: Path,
     fakes: FakeServices,
@@ -30,7 +41,7 @@ async def live(
     kill: tuple[int, bool] | None = None,
 ) -> bool:
     return await killed_sequencer.live(
-        config(**CHANGES), folder, fakes, broker, by_version, kill, prepare=prepare
+        config(**CHANGES), folder, fakes, broker, falling, kill, prepare=prepare
     )
 
 
