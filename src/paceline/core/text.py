@@ -7,7 +7,11 @@ MAX_MESSAGE_CHARS = 500
 
 def encodable(text: str) -> str:
     """Returns the text with lone surrogates escaped; no encoding has a form for them."""
-    return text.encode(errors="backslashreplace").decode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace").decode()
+    return text
 
 
 def printable(text: str) -> str:
