@@ -228,3 +228,31 @@ def test_the_time_in_quarantine_doubles_up_to_ten_minutes() -> None:
     quarantine.succeeded("rollout-0")
     assert quarantine.failed("rollout-0", "x") == 0
     assert quarantine.failed("rollout-1", "x") == 0
+
+
+async def test_only_those_who_wait_for_a_member_that_ends_are_woken(bench: Bench) -> None:
+    """In a push one task waits for each server; what one server reports must not wake all of them."""
+    members = [await bench.join(f"rollout-{number}", RolloutState.STALE) for number in range(3)]
+    woken: list[str] = []
+
+    async def wait(member: Member) -> None:
+        await bench.supervisor.gone(member)
+        woken.append(member.member_id)
+
+    tasks = [asyncio.create_task(wait(member)) for member in members]
+    await asyncio.sleep(0)
+    await bench.join("rollout-3", RolloutState.STALE)
+    await asyncio.sleep(0)
+    assert woken == []
+    await bench.fail(members[1], "lost its GPU", is_final=False)
+    async with asyncio.timeout(60):
+        await tasks[1]
+        await bench.supervisor.gone(members[1])
+    tasks[0].cancel()
+    await asyncio.wait([tasks[0]])
+    await bench.fail(members[0], "lost its GPU", is_final=False)
+    await bench.join("rollout-1", RolloutState.STALE, incarnation="b")
+    await bench.fail(members[2], "lost its GPU", is_final=False)
+    async with asyncio.timeout(60):
+        await tasks[2]
+    assert woken == ["rollout-1", "rollout-2"]

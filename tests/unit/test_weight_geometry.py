@@ -329,3 +329,9 @@ def test_what_little_a_set_shares_is_sent_directly() -> None:
         [with_vector(rows(960, 0, 1))], layouts, item_bytes=4, round_bytes=32 << 20, relay="always"
     )
     assert any(p.relay is not None for p in all_pieces(always) if p.name == "norm")
+
+
+def test_a_box_is_moved_in_all_dimensions_or_not_at_all() -> None:
+    assert Box((1, 2), (3, 4)).translate((1, -2)) == Box((2, 0), (4, 2))
+    with pytest.raises(ValueError, match="2 dimensions cannot be moved by 1"):
+        Box((1, 2), (3, 4)).translate((1,))

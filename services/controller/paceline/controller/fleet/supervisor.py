@@ -40,6 +40,7 @@ class Supervisor:
         self.usage = FleetUsage(clock, UsageSampler(uses_gpus=False).sample)
         self._journal, self._events = journal, events
         self._changed = asyncio.Condition()
+        self._awaited_ends: dict[asyncio.Future[None], Member] = {}
         self._announced: set[tuple[str, str]] = set()
         self._has_served = False
 
@@ -70,6 +71,9 @@ class Supervisor:
         return self.usage.metrics([member.member_id for member in self.fleet.members() if member.usable])
 
     async def _wake(self) -> None:
+        for end, member in self._awaited_ends.items():
+            if not member.usable and not end.done():
+                end.set_result(None)
         async with self._changed:
             self._changed.notify_all()
 
@@ -174,8 +178,16 @@ class Supervisor:
 
     async def gone(self, member: Member) -> None:
         """Returns when a member is dead or has left."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not member.usable)
+        if not member.usable:
+            return
+        # A push waits for the end of every member while it calls them: waking all of these tasks at every
+        # change would grow with the square of the members.
+        end = asyncio.get_running_loop().create_future()
+        self._awaited_ends[end] = member
+        try:
+            await end
+        finally:
+            del self._awaited_ends[end]
 
     async def all_gone(self, members: Callable[[], Sequence[Member]], *, timeout_s: float) -> None:
         """Waits until each of `members` has left or died, at most `timeout_s`."""
