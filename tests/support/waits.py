@@ -123,7 +123,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.sampler:Sampler.close: asyncio.wait": (
         "cancelled; the engine answers the abort or dies, and each group has a deadline"
     ),
-    "paceline.controller.fleet.supervisor:Supervisor.gone: self._changed.wait_for": (
+    "paceline.controller.fleet.supervisor:Supervisor.gone: await end": (
         "a task beside a call that has a deadline; it is cancelled when the call is over"
     ),
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
