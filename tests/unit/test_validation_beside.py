@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.controller.phases import Phase
+from paceline.controller.standing import Standing
 from paceline.core.errors import ConfigError, GuardError
 from paceline.core.ids import Purpose
 from paceline.core.members import MemberKind, RolloutState
@@ -244,6 +245,26 @@ async def test_a_rollback_for_a_late_fall_takes_weights_from_before_it(tmp_path:
         # Step 2 was saved before its validation was judged, in step 3.
         assert (rollback["step"], rollback["to_step"]) == (4, 1)
         assert it.breaches() == []
+
+
+@pytest.mark.parametrize(("to_step", "again"), [(1, []), (2, [2]), (3, [])])
+def test_a_rewind_makes_only_the_validation_of_its_target_again(to_step: int, again: list[int]) -> None:
+    """The result of step 2 came in with step 3: the state after step 2 does not know it."""
+
+    def finished(step: int) -> dict[str, Any]:
+        return {"event": "step", "step": step, "log_position": "0-0", "cursor": {}, "guard": {}}
+
+    commits = [{"event": "commit", "version": version, "digest": f"{version:016x}"} for version in range(4)]
+    asked = {"event": "validate", "step": 2, "policy": f"v2@{2:016x}", "beside": True}
+    standing = Standing()
+    for event in (*commits, finished(1), asked, finished(2)):
+        standing.note(event)
+    assert standing.validations == {2: asked["policy"]}
+    for event in ({"event": "validated", "step": 2}, finished(3)):
+        standing.note(event)
+    assert standing.validations == {}
+    standing.note({"event": "rewind", "to_step": to_step, "cursor": {}, "guard": {}})
+    assert standing.validations == {step: asked["policy"] for step in again}
 
 
 @pytest.mark.parametrize(
