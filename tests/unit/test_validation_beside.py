@@ -264,7 +264,7 @@ def test_a_rewind_makes_only_the_validation_of_its_target_again(to_step: int, ag
         standing.note(event)
     assert standing.validations == {}
     standing.note({"event": "rewind", "to_step": to_step, "cursor": {}, "guard": {}})
-    assert standing.validations == {step: asked["policy"] for step in again}
+    assert standing.validations == dict.fromkeys(again, asked["policy"])
 
 
 @pytest.mark.parametrize(
