@@ -335,3 +335,20 @@ def test_a_box_is_moved_in_all_dimensions_or_not_at_all() -> None:
     assert Box((1, 2), (3, 4)).translate((1, -2)) == Box((2, 0), (4, 2))
     with pytest.raises(ValueError, match="2 dimensions cannot be moved by 1"):
         Box((1, 2), (3, 4)).translate((1,))
+
+
+@pytest.mark.parametrize(("start", "stop"), [((-1, 0), (2, 2)), ((0, 3), (2, 2)), ((0,), (2, 2))])
+def test_a_box_that_cannot_be_is_refused(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="box: "):
+        Box(start, stop)
+
+
+def test_ranks_that_keep_one_box_in_different_places_each_get_it_in_their_own() -> None:
+    source = full("w", (4,))
+    (part,) = source.slices
+    places = [RankLayout(dtype="float32", slices=(dataclasses.replace(part, param=name),)) for name in "ab"]
+    plan = build_plan([source], places, item_bytes=4, round_bytes=1 << 18)
+    assert {(piece.destination, piece.destination_param) for piece in all_pieces(plan)} == {
+        (0, "a"),
+        (1, "b"),
+    }
