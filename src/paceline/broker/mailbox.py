@@ -97,7 +97,7 @@ class Mailbox:
     async def finish(
         self, entries: Iterable[Entry], messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
     ) -> None:
-        """Appends the messages that answer the entries, once there is room; acknowledges with the last one.
+        """Appends messages that answer the entries, once there is room; the last append acknowledges them.
 
         A consumer that dies at any instant never leaves an entry acknowledged and unanswered. While this
         waits for room, the leases are renewed.
@@ -115,7 +115,7 @@ class Mailbox:
             await self._broker.append(messages, ack=ack)
 
     async def save_progress(self, parts: Sequence[SavedPart]) -> list[str]:
-        """Saves the progress on entries beside them, so that the next consumer can continue from there.
+        """Saves what this consumer has done of its entries, so that the next one can continue from there.
 
         Returns the ids of the entries whose progress was saved; the others have gone to another consumer.
 
@@ -131,7 +131,7 @@ class Mailbox:
     async def give_back(self, entries: Iterable[Entry]) -> None:
         """Releases entries that could not be served: the first consumer that asks gets them again.
 
-        The next delivery counts: see `Entry.deliveries`. If the broker cannot be reached, the entries are
+        The next delivery increases `Entry.deliveries`. If the broker cannot be reached, the entries are
         delivered again when their leases lapse.
         """
         self._check_renewing()

@@ -47,7 +47,7 @@ def first_prompt_is_text(config: RunConfig) -> bool:
 
 
 def training_line(config: RunConfig) -> str:
-    """Reads the training prompts as the controller will; says how many it keeps, and the first."""
+    """Reads the training prompts as the controller will; shows the first, and how many are kept."""
     from paceline.checks.example import first_prompt
     from paceline.data.reading.epochs import words
 

@@ -55,7 +55,7 @@ Curriculum = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSet:
-    """A set of training prompts with everything that holds for it; `name` is "" for data.train_files."""
+    """A set of training prompts: its files, weight and limit; `name` is "" for data.train_files."""
 
     name: str
     files: tuple[str, ...]

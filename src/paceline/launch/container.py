@@ -7,10 +7,10 @@ for torchrun.
 With PACELINE_GPU_SHARE=N the service uses the Nth share (from 0) of the GPUs in CUDA_VISIBLE_DEVICES; a share
 has PACELINE_GPUS_PER_SERVER GPUs (default 1). A container without a share has nothing to do and ends with 0.
 
-The exit code is that of the service: 0, 1, 2 or 3 by `core.errors.exit_code`, 128 + N after signal N, and 143
-also if SIGTERM ended a service in order before the run was over. Container engines restart a container after
-every code but 0. With PACELINE_ENGINE_RESTARTS=1, which suits the policy `on-failure`, a failure that a
-restart cannot fix has the exit code 0 and a line in the log.
+The exit code is that of the service: 0, 1, 2 or 3 by `core.errors.exit_code`, or 128 + N after signal N. A
+service that shuts down on SIGTERM before the run is over has the exit code 143. Container engines restart a
+container after every code but 0. With PACELINE_ENGINE_RESTARTS=1, which suits the policy `on-failure`, a
+failure that a restart cannot fix has the exit code 0 and a line in the log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`python -m paceline.launch.remote`: runs one process on the far side of ssh, for as long as ssh lasts.
 
-The order, with its secrets, is the first line of standard input, so no process list shows it. When the input
-ends, because the launcher wants the process to end or is gone itself, the process gets SIGTERM, then SIGKILL.
+The first line of standard input is the order: a JSON object with the process's command and environment. It
+comes this way because the environment has secrets, which no process list may show. When the input ends,
+because the launcher wants the process to end or is gone itself, the process gets SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SIGNALLED = 128
 
 
 def order(command: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """Returns the line with a remote process's command."""
+    """Returns the first line of standard input for a process with this command and environment."""
     return json.dumps({"command": list(command), "env": dict(env)}).encode() + b"\n"
 
 

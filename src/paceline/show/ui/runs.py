@@ -22,7 +22,7 @@ _ANSWER_S = 8.0
 
 
 class ServedRun:
-    """A run directory, for several threads. Its controller is asked at most once a second.
+    """Serves one run directory; thread-safe. Asks the run's controller at most once a second.
 
     Args:
         loop: loop of the thread that talks to controllers.
@@ -34,7 +34,7 @@ class ServedRun:
         self._asked_at, self._now = float("-inf"), dict[str, Any]()
 
     def head(self) -> dict[str, Any]:
-        """Returns the run's head for the list of runs."""
+        """Returns the run's summary for the list of runs: name, state, duration, progress, rewards."""
         note = run_dirs.read_note(self._folder)
         with self._lock:
             return {**self._content.head(), "state": "running" if note and note.alive else ""}

@@ -1,6 +1,8 @@
-"""The guard's policy: decides from a step's readings. Pure; its state is part of the checkpoint.
+"""The guard's policy: decides from a step's readings, the values that its rules compare with their bounds.
 
 readings -> firings -> {only a warning, adjustments of the next steps, rollback, stop}
+
+The policy neither waits nor communicates. Its state is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class GuardPolicy:
 
     @property
     def fallen(self) -> int | None:
-        """The step whose validation requires a rollback that is due; None if none does."""
+        """The step after which a validation required a rollback that is still due; None without one."""
         return self._due_step or None if self._due else None
 
     def judge(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
@@ -138,7 +140,8 @@ class GuardPolicy:
     def judge_validation(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
         """Judges the validation after a step.
 
-        Its weights are published already: a rollback that it asks for takes place in the next step.
+        The step's weights are published already, so a rollback that the validation requires takes place in
+        the next step.
         """
         seen = {(reading.rule, reading.network) for reading in readings}
         decision = self._judge(step, readings, lambda rule, network: (rule, network) in seen)

@@ -203,7 +203,8 @@ class Publication:
     async def _serve_newcomers(self, policy: PolicyTag) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            # Other validation servers wait for the next push, in the group of all.
+            # Validation servers get weights here only to validate this policy. Otherwise they get them in
+            # the next push, with all servers.
             helpers = self._supervisor.validators if self.validated == policy else []
             servers = [*self._supervisor.rollouts, *helpers]
             newcomers = [m for m in servers if not self._has(m, policy)]

@@ -1,9 +1,11 @@
-"""The sequences of a packed row for layers with a state; a sequence starts from the last state of its prefix.
+"""Describes a packed row's sequences to recurrent layers, which start a sequence from its prefix's state.
 
     tokens    P P P | S S | S S S | Q Q        first: P, Q        then: both S, from the state after P
 
-A short convolution looks back over a few tokens. For the tokens that begin a sequence, `begins` and
-`looked_at` name these tokens: the last ones of the prefix, or none.
+Here P is the prefix of both sequences S, and Q is a sequence without a prefix.
+
+A short convolution looks back over a few tokens. At the first tokens of a sequence, given by `begins`, some
+of these lie in the prefix, or do not exist if there is no prefix. `looked_at` gives their places in the row.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class ChainedSequences:
         prefixes: for each sequence of `then`, which of `first` is its prefix.
         order: (T,), the place of each token among those of `first` and `then`.
         begins: (b,), the first tokens of each sequence, as many as a convolution looks back over.
-        looked_at: (b * taps,), for each of them the tokens up to itself; T for none.
+        looked_at: (b * taps,), for each of these tokens the last `taps` tokens up to itself; T stands for a
+            token that does not exist.
     """
 
     first: SequenceRun
@@ -68,7 +71,7 @@ class ChainedSequences:
 
     @classmethod
     def of(cls, blocks: Sequence[SequenceBlock], taps: int, device: torch.device) -> ChainedSequences:
-        """Takes the sequences of all runs; a convolution has `taps` taps, its own token's among them."""
+        """Collects the sequences of all blocks; a convolution reads `taps` tokens, the current one last."""
         num_tokens = max(block.stop for block in blocks)
         spans = [
             (start, block.length, block.prefix_start, block.prefix_length)

@@ -55,16 +55,19 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None = None) 
 
 
 def pinned_memory(num_bytes: int) -> Tensor:
-    """Allocates zeroed host memory, pinned while a tensor uses it; torch's own would be a power of two.
+    """Allocates zeroed host memory, pinned while a tensor uses it.
 
-    CUDA refuses copies to and from memory at the address of a former buffer that is still registered.
+    torch's own pinned allocator rounds sizes up to a power of two. The memory is unregistered when it is
+    freed, because CUDA refuses copies to and from a new buffer at an address that is still registered for an
+    old one.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     # The storage, which all views share, keeps the mapping alive. A tensor could not, because its views
     # outlive it.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; CUDA would use one
+    # zero_ touches all pages with several threads; cudaHostRegister would do so with one.
+    buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
     if code == 0:

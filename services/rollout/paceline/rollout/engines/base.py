@@ -24,8 +24,8 @@ class SampleRequest:
 
     `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end
     the response. Requests of different `cache_salt` share no cached prefix. `images` are the prompt's, in the
-    order of their placeholders. `drawn` are the first tokens of the response where they were drawn before
-    (`Engine.continues`): fewer than `sampling.max_tokens`, and none that ends it.
+    order of their placeholders. `drawn` are tokens with which the response begins, because they were drawn
+    before (`Engine.continues`): fewer than `sampling.max_tokens`, and none of them ends the response.
     """
 
     request_id: str
@@ -42,8 +42,9 @@ class Sample:
     """A drawn response: tokens (R,) and their natural-log probabilities (R,) when they were drawn.
 
     Greedy tokens carry the log-probabilities of temperature 1. The token that ended the response is part of
-    it. R is 0 only if the engine aborted the request before its first token. `versions` are (first token,
-    version) of the weights that drew it, if the engine tells; there are several after a push in mid-answer.
+    it. R is 0 only if the engine aborted the request before its first token. `versions` has a pair for each
+    part of the response that weights of one version drew: the place of its first token, and the version. A
+    push in the middle of a response begins a new part. `versions` is empty if the engine does not tell.
     """
 
     token_ids: Int32Array
@@ -77,7 +78,8 @@ class Engine(Protocol):
         """Returns which part of which checkpoint tensor each rank needs, by rank.
 
         Raises:
-            ModelError: the parameters cannot be pushed into (several short types, quantization).
+            ModelError: nothing can be pushed into the parameters, because they are quantized, or have more
+                than one type besides float32.
         """
         ...
 
@@ -94,7 +96,7 @@ class Engine(Protocol):
         ...
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
-        """Receives one push into the live parameters and forgets every cached prefix, unless it is paused.
+        """Receives a push into the live parameters. Forgets all cached prefixes unless the engine is paused.
 
         After an error the parameters may be a mixture of versions: join a group and receive again before the
             next request.
@@ -160,8 +162,8 @@ class Engine(Protocol):
     def continues(self) -> bool:
         """Whether a request may begin with tokens that were drawn before, here or in another engine.
 
-        Its `Sample` then has those that follow: with the same weights, those of the sample that was not
-        interrupted. No request has both `images` and `drawn`.
+        Its `Sample` then has only the tokens that follow. With the same weights, they are the tokens that an
+        uninterrupted request would have drawn. No request has both `images` and `drawn`.
         """
         return False
 
@@ -187,7 +189,7 @@ class Engine(Protocol):
         keep their addresses. On a CPU nothing is freed.
 
         Returns:
-            The most bytes of one GPU that it has given up at once so far; 0 where that is not known.
+            The most bytes of one GPU that a call of this engine has freed so far; 0 if that is not known.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.

@@ -89,7 +89,9 @@ class TurnSampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """The environment has answered after `seconds` with `num_tokens`, including the next turn's opening.
+    """The environment has answered after `seconds`.
+
+    `num_tokens` includes the template's tokens that open the policy's next turn.
 
     `stop_reason`: why the environment has ended the episode, for example "answered"; "" if it goes on.
     """
@@ -108,7 +110,7 @@ Event = Opened | TurnSampled | Observed | Closed
 
 
 def advance(standing: EpisodeProgress, event: Event, limits: EpisodeLimits) -> EpisodeProgress:
-    """Returns the standing after an event.
+    """Returns the progress after an event.
 
     Raises:
         ProtocolError: the event cannot happen in this phase.

@@ -12,7 +12,7 @@ class ScriptSettings:
 
     Attributes:
         settings: the other program's keys with their values.
-        changed: what has to be moved, and how.
+        changed: by part of the script, what the user must change or move by hand.
         refused: what could not be read, with the reason.
     """
 

@@ -1,4 +1,4 @@
-"""verl's rewards, data, adapters and offloading, as ours."""
+"""Converts verl's keys of rewards, data, adapters and offloading to ours."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def penalty(value: Any, tree: Tree) -> Tree:
 
 
 def lora(value: Any, tree: Tree) -> Tree:
-    """Adapters, by the keys for FSDP or those for Megatron; a rank of 0 is none."""
+    """Returns the adapters, read from verl's keys for FSDP or for Megatron; a rank of 0 means none."""
     at = MODEL if int(tree.get(f"{MODEL}.lora_rank") or 0) else f"{MODEL}.lora"
     rank = int(tree.get(f"{at}_rank" if at == f"{MODEL}.lora" else f"{at}.lora_rank") or 0)
     if at == MODEL:

@@ -1,4 +1,7 @@
-"""Checks I2 for replay: a trajectory is trained again once per permission that a step's draw gives it."""
+"""Checks invariant I2 for replay: a step trains a trajectory again only with a permission, and then once.
+
+A step's draw gives permissions: it selects which trajectories of earlier steps the step trains again.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class OutOfMemoryError(EnvironmentLackError):
 
 
 PartLoss = Callable[[], tuple[Tensor, Tensor]]
-"""Computes a micro-batch's share of the loss and a vector of sums for the metrics, the loss first.
+"""Computes a micro-batch's share of the loss, and a vector of sums for the metrics that begins with the loss.
 
 Shares and sums add up over micro-batches and ranks.
 """
@@ -126,7 +126,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scaling:
-    """Factors that convert losses, gradient and sums from one mini-batch's counts to another's.
+    """Factors for losses, gradient and sums that were divided by other counts of tokens or sequences.
 
     Attributes:
         gradient: factor of the loss, and so of its gradient.
@@ -199,7 +199,7 @@ class Optimizer:
             weight_decay=weight_decay,
         )
         others = [parameter for parameter in self._parameters if parameter not in matrices]
-        # With adapters there may be no parameters, which torch refuses.
+        # If Muon has all trained parameters (adapters), none are left, and torch refuses an empty list.
         self._adamw = torch.optim.AdamW(
             others or [{"params": []}], lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
@@ -372,9 +372,10 @@ class Trainable(Generic[N]):
     def _passes(
         self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool = True
     ) -> tuple[Tensor | None, int]:
-        """Runs forward and backward on micro-batches; with `completes`, the last of a mini-batch.
+        """Runs forward and backward on micro-batches; `completes`: whether they are the last of a mini-batch.
 
-        A rank that ran out of memory still takes part, with fillers, because the others wait for it.
+        A rank that ran out of memory still takes part in collectives, because the others wait for it. It runs
+        fillers: micro-batches without rows of the batch.
 
         Returns:
             This rank's sums, None if it ran out of memory; and the number of ranks that did.
@@ -399,7 +400,7 @@ class Trainable(Generic[N]):
             else:
                 total = sums if total is None else total + sums
         if failed:
-            forget_broken_pass(self.network)  # left by fillers
+            forget_broken_pass(self.network)  # what the filler passes left in FSDP
         num_failed = int(ranks.world.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
         return (None if failed else total), num_failed
 
@@ -417,7 +418,8 @@ class Trainable(Generic[N]):
             torch.autograd.backward(loss * ranks.fsdp.size())
             return sums.double()
         except torch.OutOfMemoryError as error:
-            log.warning("out of memory in a micro-batch: %s", str(error))  # records keep frames
+            # str: a log record that held the error would keep its frames alive.
+            log.warning("out of memory in a micro-batch: %s", str(error))
             # The frames reference the activations.
             traceback.clear_frames(error.__traceback__)
         return None

@@ -24,10 +24,11 @@ def load_full(
     Args:
         model: SGLang's live model.
         model_type: as in the model's config.json.
-        reload: SGLang's loading of checkpoint tensors, with what it does to them afterwards; its
-            `load_weights` by default.
+        reload: loads checkpoint tensors and does what SGLang does after loading; by default the model's
+            `load_weights`.
 
-    It raises ModelError if a parameter was not written, or was moved away from where steps read it.
+    The returned function raises ModelError if the loader did not write a parameter, or moved one to another
+    address, because captured graphs read the old address.
     """
 
     def load(tensors: Tensors) -> None:
