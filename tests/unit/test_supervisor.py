@@ -245,6 +245,7 @@ async def test_only_those_who_wait_for_a_member_that_ends_are_woken(bench: Bench
     await asyncio.sleep(0)
     assert woken == []
     await bench.fail(members[1], "lost its GPU", is_final=False)
+    await bench.join("rollout-4", RolloutState.STALE)  # before the task of rollout-1 has run
     async with asyncio.timeout(60):
         await tasks[1]
         await bench.supervisor.gone(members[1])
