@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.controller.batch import collect
+from paceline.controller.journal import Event
 from paceline.controller.run.records.checkpoints import ControllerState
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError, RewardError
 from paceline.core.guard import Reading
@@ -407,14 +409,15 @@ async def test_a_step_that_is_finished_from_its_checkpoint_takes_the_guards_stat
     async with run_of(config(**changes), tmp_path, broker=broker) as it:
         it.services.writes = True
         it.services.readings = {1: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
-        services, record = it.services, it.journal.record
+        services, record_all = it.services, it.journal.record_all
 
-        def killed(event: str, **fields: Any) -> None:
-            if (event, fields.get("step")) == ("step", 1):
+        def killed(events: Iterable[Event]) -> None:
+            events = list(events)
+            if any((event["event"], event.get("step")) == ("step", 1) for event in events):
                 raise RuntimeError("killed")
-            record(event, **fields)
+            record_all(events)
 
-        it.journal.record = killed  # type: ignore[method-assign]
+        it.journal.record_all = killed  # type: ignore[method-assign]
         await it.enlist_all()
         with pytest.raises(RuntimeError, match="killed"):
             await it.go()

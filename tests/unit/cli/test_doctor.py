@@ -24,11 +24,11 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
     monkeypatch.setattr(packages, "version", lambda package: None)
     findings = {finding.part: finding for finding in environment.examine()}
     assert findings["Python"].status is Status.OK
-    assert findings["Redis server"].status is findings["vLLM"].status is Status.LACKING
+    assert findings["Redis server"].status is findings["vLLM or SGLang"].status is Status.LACKING
     assert "Three ways" in findings["Redis server"].hint
     assert "make venv" in findings["torch"].hint
     assert main(["doctor"]) == 1
-    assert "lacking: torch, vLLM, transformers" in capsys.readouterr().out
+    assert "lacking: torch, vLLM or SGLang, transformers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
