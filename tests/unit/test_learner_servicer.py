@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from paceline.broker import names
-from paceline.config.agreements import BYTES_PER_ROW
+from paceline.config.combined.agreements import BYTES_PER_ROW
 from paceline.core.errors import (
     CheckpointError,
     DeadlineError,

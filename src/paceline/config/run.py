@@ -6,8 +6,8 @@ import math
 
 from pydantic import model_validator
 
-from paceline.config.agreements import AGREEMENTS, check_warmup
-from paceline.config.derived import DerivedSettings
+from paceline.config.combined.agreements import AGREEMENTS, check_warmup
+from paceline.config.combined.derived import DerivedSettings
 from paceline.core.errors import ConfigError
 
 

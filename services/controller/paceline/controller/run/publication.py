@@ -112,7 +112,7 @@ class Publication:
         return any(self._has(member, policy) for member in self._supervisor.rollouts)
 
     def is_held_for_validation(self, policy: PolicyTag) -> bool:
-        """Whether a validation server has exactly this policy."""
+        """Returns whether a validation server has exactly this policy."""
         return any(self._has(member, policy) for member in self._supervisor.validators)
 
     def is_outrun(self, policy: PolicyTag) -> bool:

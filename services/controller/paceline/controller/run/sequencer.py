@@ -94,12 +94,7 @@ class Sequencer:
         self._checkpoints = Checkpoints(run, learner)
         self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
         self._publication = Publication(run, progress, push, learner, supervisor, turns)
-        self._validation = Validation(run, progress, inputs, collector, self._publication)
-        if run.config.validates_beside:
-            assert collector_of is not None, "validations beside training have collectors of their own"
-            self._validation = ValidationBeside(
-                run, progress, inputs, collector_of, self._publication, supervisor
-            )
+        self._validation = self._validations(collector, collector_of)
         batches = TrainingBatches(run, inputs)
         self._lookahead = Lookahead(
             run, progress, inputs=inputs, batches=batches, collector=collector, publication=self._publication
@@ -137,6 +132,14 @@ class Sequencer:
         self._curriculum = Curriculum(run.config, inputs.cursor)
         self._backoff, self._last_loss = MemberLossBackoff(run.config.service.recovery_timeout_s), ""
         self._saved = 0
+
+    def _validations(self, collector: Collector, collector_of: CollectorOf | None) -> Validation:
+        """Returns what validates: beside training, if some servers do nothing else."""
+        run, progress, inputs, publication = self._run, self.progress, self._inputs, self._publication
+        if not run.config.validates_beside:
+            return Validation(run, progress, inputs, collector, publication)
+        assert collector_of is not None, "validations beside training have collectors of their own"
+        return ValidationBeside(run, progress, inputs, collector_of, publication, self._supervisor)
 
     @property
     def result(self) -> str:

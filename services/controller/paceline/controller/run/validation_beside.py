@@ -56,8 +56,8 @@ class _UnderWay:
     """A validation that has begun.
 
     Attributes:
-        barrier: that of its collection, once anything has come in.
-        is_lent: whether the servers that answer training prompts answer all of the rest.
+        barrier: the barrier of its collection; None until an answer has come in.
+        is_lent: whether the servers that answer training prompts also answer the rest of this validation.
     """
 
     order: Order
@@ -261,7 +261,7 @@ class ValidationBeside(Validation):
         return self._publication.is_held_for_validation(policy) or self._publication.is_served(policy)
 
     def _is_answered(self, under_way: _UnderWay) -> bool:
-        """Whether there is a server that answers the validation's prompts."""
+        """Returns whether there is a server that answers the validation's prompts."""
         publication, policy = self._publication, under_way.policy
         return publication.is_held_for_validation(policy) or (
             under_way.is_lent and publication.is_served(policy)

@@ -42,24 +42,20 @@ class Versions:
 
     def check_policy(self, policy: str, what: str, entry: JournalEntry) -> None:
         """Notes a breach if `policy` is not the committed one."""
-        last = self._commits.get(self.newest)
-        committed = "nothing" if last is None else f"v{self.newest}@{last.digest}"
-        if policy != committed:
-            self._findings.add(
-                Invariant.I1,
-                f"{what} {policy}, but {committed} is committed",
-                last.entry if last is not None else None,
-                entry,
-            )
+        self._compare(self.newest, policy, what, "committed", entry)
 
     def check_validated(self, step: int, policy: str, what: str, entry: JournalEntry) -> None:
         """Notes a breach if `policy` is not that of a step's weights."""
-        commit = self._commits.get(step)
-        committed = "nothing" if commit is None else f"v{step}@{commit.digest}"
+        self._compare(step, policy, what, "the step's policy", entry)
+
+    def _compare(self, version: int, policy: str, what: str, role: str, entry: JournalEntry) -> None:
+        """Notes a breach if `policy` is not that of a committed version, whose role the message names."""
+        commit = self._commits.get(version)
+        committed = "nothing" if commit is None else f"v{version}@{commit.digest}"
         if policy != committed:
             self._findings.add(
                 Invariant.I1,
-                f"{what} {policy}, but {committed} is the step's policy",
+                f"{what} {policy}, but {committed} is {role}",
                 commit.entry if commit is not None else None,
                 entry,
             )

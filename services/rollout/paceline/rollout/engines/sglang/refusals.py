@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.models.facts import family_in
-
-Refusals = Mapping[str, str]
-"""Argument -> why it is refused"""
+from paceline.rollout.engines.argument_rules import (
+    ADAPTERS,
+    DRAFTS,
+    GENERATES,
+    MOVED,
+    MOVED_EXPERTS,
+    NOT_REPRODUCIBLE,
+    OTHER_MODEL,
+    OTHER_POLICY,
+    OTHER_WEIGHTS,
+    QUANTIZED,
+    RANKS,
+    STALE_KEYS,
+    Allowed,
+    Refusals,
+    refusals,
+    refuse,
+)
 
 OWN: Final[Refusals] = {
     "model_path": "Paceline sets it; write model.path",
@@ -33,19 +47,6 @@ OWN: Final[Refusals] = {
 }
 """Arguments that Paceline sets itself"""
 
-_OTHER_MODEL: Final = "the engine would run another model than the learner trains"
-_OTHER_POLICY: Final = (
-    "samples would be drawn from another distribution than the one that the learner computes"
-)
-_QUANTIZED: Final = "weights are pushed as they are trained, into parameters that are not quantized"
-_ADAPTERS: Final = "adapters are no part of a push: what is sampled from would not be what is trained"
-_DRAFTS: Final = "a draft model is no part of a push, and a sample would depend on what it proposes"
-_STALE_KEYS: Final = "keys and values of older weights would outlive the reset of the prefix cache"
-_RANKS: Final = "a server's ranks are its tensor-parallel ranks; write rollout.replicas for more servers"
-_MOVED: Final = "parameters would not stay where a push writes them"
-_OTHER_WEIGHTS: Final = "weights come only over Paceline's own weight group"
-_GENERATES: Final = "a rollout server generates"
-_NOT_REPRODUCIBLE: Final = "the same request would not give the same sample again"
 
 REFUSED: Final[Refusals] = {
     **dict.fromkeys(
@@ -57,9 +58,9 @@ REFUSED: Final[Refusals] = {
             "rl_quant_profile",
             "torchao_config",
         ),
-        _QUANTIZED,
+        QUANTIZED,
     ),
-    **dict.fromkeys(("enable_lora", "lora_paths"), _ADAPTERS),
+    **dict.fromkeys(("enable_lora", "lora_paths"), ADAPTERS),
     **dict.fromkeys(
         (
             "speculative_algorithm",
@@ -67,9 +68,9 @@ REFUSED: Final[Refusals] = {
             "enable_multi_layer_eagle",
             "decoupled_spec_role",
         ),
-        _DRAFTS,
+        DRAFTS,
     ),
-    **dict.fromkeys(("json_model_override_args", "revision", "enable_multimodal"), _OTHER_MODEL),
+    **dict.fromkeys(("json_model_override_args", "revision", "enable_multimodal"), OTHER_MODEL),
     **dict.fromkeys(
         (
             "enable_custom_logit_processor",
@@ -79,7 +80,7 @@ REFUSED: Final[Refusals] = {
             "rl_on_policy_target",
             "allow_auto_truncate",
         ),
-        _OTHER_POLICY,
+        OTHER_POLICY,
     ),
     **dict.fromkeys(
         (
@@ -91,7 +92,7 @@ REFUSED: Final[Refusals] = {
             "enable_streaming_session",
             "enable_session_radix_cache",
         ),
-        _STALE_KEYS,
+        STALE_KEYS,
     ),
     **dict.fromkeys(
         (
@@ -103,13 +104,13 @@ REFUSED: Final[Refusals] = {
             "dist_init_addr",
             "use_ray",
         ),
-        _RANKS,
+        RANKS,
     ),
     **dict.fromkeys(
         ("enable_eplb", "ep_num_redundant_experts", "enable_elastic_expert_backup", "kt_weight_path"),
-        "experts would move between ranks, away from where a push loads them",
+        MOVED_EXPERTS,
     ),
-    "enable_weights_cpu_backup": _MOVED,
+    "enable_weights_cpu_backup": MOVED,
     **dict.fromkeys(
         (
             "custom_weight_loader",
@@ -117,29 +118,29 @@ REFUSED: Final[Refusals] = {
             "remote_instance_weight_loader_seed_instance_ip",
             "delete_ckpt_after_loading",
         ),
-        _OTHER_WEIGHTS,
+        OTHER_WEIGHTS,
     ),
-    **dict.fromkeys(("is_embedding", "encoder_only", "prefill_only_disable_kv_cache"), _GENERATES),
-    "language_only": _OTHER_MODEL,
-    "forward_hooks": _OTHER_POLICY,
-    "enable_mamba_cache_stochastic_rounding": _NOT_REPRODUCIBLE,
-    "enable_pdmux": _GENERATES,
+    **dict.fromkeys(("is_embedding", "encoder_only", "prefill_only_disable_kv_cache"), GENERATES),
+    "language_only": OTHER_MODEL,
+    "forward_hooks": OTHER_POLICY,
+    "enable_mamba_cache_stochastic_rounding": NOT_REPRODUCIBLE,
+    "enable_pdmux": GENERATES,
 }
 """Refused, unless the value leaves the feature off (null, false, 0 or empty)"""
 
-ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "kv_cache_dtype": (("auto",), f"with rounded keys and values {_OTHER_POLICY}"),
+ALLOWED: Final[Allowed] = {
+    "kv_cache_dtype": (("auto",), f"with rounded keys and values {OTHER_POLICY}"),
     "disaggregation_mode": (("null",), "a rollout server both reads prompts and draws"),
-    "dp_size": ((1,), _RANKS),
-    "pp_size": ((1,), _RANKS),
-    "ep_size": ((1,), _RANKS),
-    "dcp_size": ((1,), _RANKS),
-    "attn_cp_size": ((1,), _RANKS),
-    "moe_dp_size": ((1,), _RANKS),
-    "nnodes": ((1,), _RANKS),
-    "cpu_offload_gb": ((0,), _MOVED),
-    "offload_group_size": ((-1,), _MOVED),
-    "init_expert_location": (("trivial",), _MOVED),
+    "dp_size": ((1,), RANKS),
+    "pp_size": ((1,), RANKS),
+    "ep_size": ((1,), RANKS),
+    "dcp_size": ((1,), RANKS),
+    "attn_cp_size": ((1,), RANKS),
+    "moe_dp_size": ((1,), RANKS),
+    "nnodes": ((1,), RANKS),
+    "cpu_offload_gb": ((0,), MOVED),
+    "offload_group_size": ((-1,), MOVED),
+    "init_expert_location": (("trivial",), MOVED),
     "model_impl": (("auto", "sglang"), "the push is traced through SGLang's own models"),
 }
 """Refused, except for these values"""
@@ -154,11 +155,7 @@ def check(config: RunConfig) -> None:
     """
     if lacking := _lacking(config):
         raise ConfigError(f"rollout.name: sglang does not go with {'; nor with '.join(lacking)}")
-    kwargs = config.rollout.engine_kwargs
-    reasons = {name: reason for name, value in sorted(kwargs.items()) if (reason := _reason(name, value))}
-    if reasons:
-        lines = "; ".join(f"{name}={kwargs[name]!r}: {reason}" for name, reason in reasons.items())
-        raise ConfigError(f"rollout.engine_kwargs may not set {lines}. Remove it")
+    refuse(config, refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
 
 
 def _lacking(config: RunConfig) -> list[str]:
@@ -184,15 +181,3 @@ def _lacking(config: RunConfig) -> list[str]:
             f"model, {other}"
         )
     return lacking
-
-
-def _reason(name: str, value: object) -> str | None:
-    """Says why the argument may not have this value; None if it may."""
-    if name in OWN:
-        return OWN[name]
-    if name in ALLOWED:
-        allowed, reason = ALLOWED[name]
-        if value in allowed:
-            return None
-        return f"{reason} (allowed: {', '.join(map(str, allowed))})"
-    return REFUSED.get(name) if value else None

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.models.facts import family_in
+from paceline.rollout.engines.argument_rules import (
+    ADAPTERS,
+    DRAFTS,
+    GENERATES,
+    MOVED,
+    MOVED_EXPERTS,
+    NOT_REPRODUCIBLE,
+    OTHER_MODEL,
+    OTHER_POLICY,
+    OTHER_WEIGHTS,
+    QUANTIZED,
+    RANKS,
+    STALE_KEYS,
+    Allowed,
+    Refusals,
+    refusals,
+    refuse,
+)
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM silently raises smaller temperatures to this value, but the learner would use the given one."""
-
-Refusals = Mapping[str, str]
-"""Argument -> why it is refused"""
 
 OWN: Final[Refusals] = {
     "model": "Paceline sets it; write model.path",
@@ -35,80 +49,72 @@ OWN: Final[Refusals] = {
 }
 """Arguments that Paceline sets itself"""
 
-_OTHER_MODEL: Final = "the engine would run another model than the learner trains"
-_OTHER_POLICY: Final = (
-    "samples would be drawn from another distribution than the one that the learner computes"
-)
-_STALE_KEYS: Final = "keys and values of older weights would outlive the reset of the prefix cache"
-_RANKS: Final = "a server's ranks are its tensor-parallel ranks; write rollout.replicas for more servers"
-_MOVED: Final = "parameters would not stay where a push writes them"
 _IMAGES: Final = "a server sends each image once, to a cache whose kind and size must not change"
-_NOT_REPRODUCIBLE: Final = "the same request would not give the same sample again"
 
 REFUSED: Final[Refusals] = {
-    "quantization": "weights are pushed as they are trained, into parameters that are not quantized",
-    "quantization_config": "weights are pushed as they are trained, into parameters that are not quantized",
-    "enable_lora": "adapters are no part of a push: what is sampled from would not be what is trained",
-    "default_mm_loras": "adapters are no part of a push: what is sampled from would not be what is trained",
-    "hf_overrides": _OTHER_MODEL,
-    "hf_config_path": _OTHER_MODEL,
-    "model_weights": _OTHER_MODEL,
-    "model_class_overrides": _OTHER_MODEL,
-    "revision": _OTHER_MODEL,
-    "code_revision": _OTHER_MODEL,
-    "runner": "a rollout server generates",
-    "convert": "a rollout server generates",
-    "speculative_config": "a draft model is no part of a push, and a sample would depend on what it proposes",
-    "spec_method": "a draft model is no part of a push, and a sample would depend on what it proposes",
-    "spec_model": "a draft model is no part of a push, and a sample would depend on what it proposes",
-    "spec_tokens": "a draft model is no part of a push, and a sample would depend on what it proposes",
-    "diffusion_config": _OTHER_POLICY,
-    "logits_processors": _OTHER_POLICY,
-    "watermark_config": _OTHER_POLICY,
-    "override_generation_config": _OTHER_POLICY,
-    "kv_sharing_fast_prefill": _OTHER_POLICY,
-    "kv_transfer_config": _STALE_KEYS,
-    "ec_transfer_config": _STALE_KEYS,
-    "kv_offloading_size": _STALE_KEYS,
-    "data_parallel_rank": _RANKS,
-    "data_parallel_start_rank": _RANKS,
-    "data_parallel_size_local": _RANKS,
-    "data_parallel_address": _RANKS,
-    "data_parallel_rpc_port": _RANKS,
-    "data_parallel_hybrid_lb": _RANKS,
-    "data_parallel_external_lb": _RANKS,
-    "data_parallel_multi_port_external_lb": _RANKS,
-    "enable_elastic_ep": _RANKS,
-    "language_model_only": _OTHER_MODEL,
-    "mm_encoder_only": "a rollout server generates",
+    "quantization": QUANTIZED,
+    "quantization_config": QUANTIZED,
+    "enable_lora": ADAPTERS,
+    "default_mm_loras": ADAPTERS,
+    "hf_overrides": OTHER_MODEL,
+    "hf_config_path": OTHER_MODEL,
+    "model_weights": OTHER_MODEL,
+    "model_class_overrides": OTHER_MODEL,
+    "revision": OTHER_MODEL,
+    "code_revision": OTHER_MODEL,
+    "runner": GENERATES,
+    "convert": GENERATES,
+    "speculative_config": DRAFTS,
+    "spec_method": DRAFTS,
+    "spec_model": DRAFTS,
+    "spec_tokens": DRAFTS,
+    "diffusion_config": OTHER_POLICY,
+    "logits_processors": OTHER_POLICY,
+    "watermark_config": OTHER_POLICY,
+    "override_generation_config": OTHER_POLICY,
+    "kv_sharing_fast_prefill": OTHER_POLICY,
+    "kv_transfer_config": STALE_KEYS,
+    "ec_transfer_config": STALE_KEYS,
+    "kv_offloading_size": STALE_KEYS,
+    "data_parallel_rank": RANKS,
+    "data_parallel_start_rank": RANKS,
+    "data_parallel_size_local": RANKS,
+    "data_parallel_address": RANKS,
+    "data_parallel_rpc_port": RANKS,
+    "data_parallel_hybrid_lb": RANKS,
+    "data_parallel_external_lb": RANKS,
+    "data_parallel_multi_port_external_lb": RANKS,
+    "enable_elastic_ep": RANKS,
+    "language_model_only": OTHER_MODEL,
+    "mm_encoder_only": GENERATES,
     "mm_device_do_normalize": "pixels are normalised already: vLLM would do it again",
-    "video_pruning_rate": _OTHER_POLICY,
-    "enable_eplb": "experts would move between ranks, away from where a push loads them",
-    "offload_params": _MOVED,
-    "cpu_offload_params": _MOVED,
-    "weight_transfer_config": "weights come only over Paceline's own weight group",
+    "video_pruning_rate": OTHER_POLICY,
+    "enable_eplb": MOVED_EXPERTS,
+    "offload_params": MOVED,
+    "cpu_offload_params": MOVED,
+    "weight_transfer_config": OTHER_WEIGHTS,
     "enable_fault_tolerance": "vLLM would restart an engine without the weights that were pushed into it",
-    "enable_mamba_cache_stochastic_rounding": _NOT_REPRODUCIBLE,
+    "enable_mamba_cache_stochastic_rounding": NOT_REPRODUCIBLE,
 }
 """Refused, unless the value leaves the feature off (null, false, 0 or empty)"""
 
-ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "kv_cache_dtype": (("auto",), f"with rounded keys and values {_OTHER_POLICY}"),
-    "mamba_cache_dtype": (("auto", "float32"), f"with a rounded state {_OTHER_POLICY}"),
-    "mamba_ssm_cache_dtype": (("auto", "float32"), f"with a rounded state {_OTHER_POLICY}"),
-    "data_parallel_size": ((1,), _RANKS),
-    "pipeline_parallel_size": ((1,), _RANKS),
-    "prefill_context_parallel_size": ((1,), _RANKS),
-    "nnodes": ((1,), _RANKS),
+ALLOWED: Final[Allowed] = {
+    "kv_cache_dtype": (("auto",), f"with rounded keys and values {OTHER_POLICY}"),
+    "mamba_cache_dtype": (("auto", "float32"), f"with a rounded state {OTHER_POLICY}"),
+    "mamba_ssm_cache_dtype": (("auto", "float32"), f"with a rounded state {OTHER_POLICY}"),
+    "data_parallel_size": ((1,), RANKS),
+    "pipeline_parallel_size": ((1,), RANKS),
+    "prefill_context_parallel_size": ((1,), RANKS),
+    "nnodes": ((1,), RANKS),
     "distributed_executor_backend": (("mp", "uni"), "the engine's processes must be children of the server"),
-    "cpu_offload_gb": ((0,), _MOVED),
-    "offload_backend": (("auto",), _MOVED),
-    "offload_group_size": ((0,), _MOVED),
+    "cpu_offload_gb": ((0,), MOVED),
+    "offload_backend": (("auto",), MOVED),
+    "offload_group_size": ((0,), MOVED),
     "prefix_caching_hash_algo": (
         ("sha256", "sha256_cbor"),
         "other hashes collide: a prompt would be answered with the keys and values of another",
     ),
-    "disable_sliding_window": ((False,), _OTHER_MODEL),
+    "disable_sliding_window": ((False,), OTHER_MODEL),
     "mm_processor_cache_gb": ((0,), _IMAGES),
     "mm_processor_cache_type": (("lru",), _IMAGES),
 }
@@ -133,7 +139,7 @@ def check(config: RunConfig) -> None:
             f"rollout.temperature={temperature}: vLLM samples at {MIN_TEMPERATURE} or above, "
             "but the learner would divide its logits by the smaller value; raise it"
         )
-    _refuse(config, {name: _reason(name, value) for name, value in config.rollout.engine_kwargs.items()})
+    refuse(config, refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
 
 
 def check_on_cpu(config: RunConfig) -> None:
@@ -144,23 +150,4 @@ def check_on_cpu(config: RunConfig) -> None:
             "vLLM's build for the CPU computes layers with a state only in bfloat16, but model.dtype is "
             f"{model.dtype}; set model.dtype: bfloat16"
         )
-    _refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
-
-
-def _refuse(config: RunConfig, reasons: Mapping[str, str | None]) -> None:
-    kwargs = config.rollout.engine_kwargs
-    lines = [f"{name}={kwargs[name]!r}: {reason}" for name, reason in sorted(reasons.items()) if reason]
-    if lines:
-        raise ConfigError(f"rollout.engine_kwargs may not set {'; '.join(lines)}. Remove it")
-
-
-def _reason(name: str, value: object) -> str | None:
-    """Says why the argument may not have this value; None if it may."""
-    if name in OWN:
-        return OWN[name]
-    if name in ALLOWED:
-        allowed, reason = ALLOWED[name]
-        if value in allowed:
-            return None
-        return f"{reason} (allowed: {', '.join(map(str, allowed))})"
-    return REFUSED.get(name) if value else None
+    refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})

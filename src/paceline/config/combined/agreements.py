@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from paceline.config.derived import DerivedSettings
+from paceline.config.combined.derived import DerivedSettings
 from paceline.config.training.policy_losses import CustomLoss
 from paceline.config.validation import reward_key
 from paceline.core.errors import ConfigError

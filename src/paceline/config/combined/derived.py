@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from paceline.config.combined.sections import RunSections
 from paceline.config.reward import RewardConfig
-from paceline.config.sections import RunSections
 from paceline.config.training.algorithm import REFERENCE
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
 from paceline.config.training.shaping import RolloutCorrectionConfig
