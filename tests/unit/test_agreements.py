@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from paceline.config import agreements
+from paceline.config.combined import agreements
 from paceline.core.errors import ConfigError
 from support import cli_configs
 
