@@ -8,26 +8,9 @@ from typing import Final
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.models.facts import family_in
-from paceline.rollout.engines.argument_rules import (
-    ADAPTERS,
-    DRAFTS,
-    GENERATES,
-    MOVED,
-    MOVED_EXPERTS,
-    NOT_REPRODUCIBLE,
-    OTHER_MODEL,
-    OTHER_POLICY,
-    OTHER_WEIGHTS,
-    QUANTIZED,
-    RANKS,
-    STALE_KEYS,
-    Allowed,
-    Refusals,
-    refusals,
-    refuse,
-)
+from paceline.rollout.engines import argument_rules as rules
 
-OWN: Final[Refusals] = {
+OWN: Final[rules.Refusals] = {
     "model_path": "Paceline sets it; write model.path",
     "tokenizer_path": "token ids go in and come out",
     "skip_tokenizer_init": "Paceline sets it: token ids go in and come out",
@@ -48,7 +31,7 @@ OWN: Final[Refusals] = {
 """Arguments that Paceline sets itself"""
 
 
-REFUSED: Final[Refusals] = {
+REFUSED: Final[rules.Refusals] = {
     **dict.fromkeys(
         (
             "quantization",
@@ -58,9 +41,9 @@ REFUSED: Final[Refusals] = {
             "rl_quant_profile",
             "torchao_config",
         ),
-        QUANTIZED,
+        rules.QUANTIZED,
     ),
-    **dict.fromkeys(("enable_lora", "lora_paths"), ADAPTERS),
+    **dict.fromkeys(("enable_lora", "lora_paths"), rules.ADAPTERS),
     **dict.fromkeys(
         (
             "speculative_algorithm",
@@ -68,9 +51,9 @@ REFUSED: Final[Refusals] = {
             "enable_multi_layer_eagle",
             "decoupled_spec_role",
         ),
-        DRAFTS,
+        rules.DRAFTS,
     ),
-    **dict.fromkeys(("json_model_override_args", "revision", "enable_multimodal"), OTHER_MODEL),
+    **dict.fromkeys(("json_model_override_args", "revision", "enable_multimodal"), rules.OTHER_MODEL),
     **dict.fromkeys(
         (
             "enable_custom_logit_processor",
@@ -80,7 +63,7 @@ REFUSED: Final[Refusals] = {
             "rl_on_policy_target",
             "allow_auto_truncate",
         ),
-        OTHER_POLICY,
+        rules.OTHER_POLICY,
     ),
     **dict.fromkeys(
         (
@@ -92,7 +75,7 @@ REFUSED: Final[Refusals] = {
             "enable_streaming_session",
             "enable_session_radix_cache",
         ),
-        STALE_KEYS,
+        rules.STALE_KEYS,
     ),
     **dict.fromkeys(
         (
@@ -104,13 +87,13 @@ REFUSED: Final[Refusals] = {
             "dist_init_addr",
             "use_ray",
         ),
-        RANKS,
+        rules.RANKS,
     ),
     **dict.fromkeys(
         ("enable_eplb", "ep_num_redundant_experts", "enable_elastic_expert_backup", "kt_weight_path"),
-        MOVED_EXPERTS,
+        rules.MOVED_EXPERTS,
     ),
-    "enable_weights_cpu_backup": MOVED,
+    "enable_weights_cpu_backup": rules.MOVED,
     **dict.fromkeys(
         (
             "custom_weight_loader",
@@ -118,29 +101,29 @@ REFUSED: Final[Refusals] = {
             "remote_instance_weight_loader_seed_instance_ip",
             "delete_ckpt_after_loading",
         ),
-        OTHER_WEIGHTS,
+        rules.OTHER_WEIGHTS,
     ),
-    **dict.fromkeys(("is_embedding", "encoder_only", "prefill_only_disable_kv_cache"), GENERATES),
-    "language_only": OTHER_MODEL,
-    "forward_hooks": OTHER_POLICY,
-    "enable_mamba_cache_stochastic_rounding": NOT_REPRODUCIBLE,
-    "enable_pdmux": GENERATES,
+    **dict.fromkeys(("is_embedding", "encoder_only", "prefill_only_disable_kv_cache"), rules.GENERATES),
+    "language_only": rules.OTHER_MODEL,
+    "forward_hooks": rules.OTHER_POLICY,
+    "enable_mamba_cache_stochastic_rounding": rules.NOT_REPRODUCIBLE,
+    "enable_pdmux": rules.GENERATES,
 }
 """Refused, unless the value leaves the feature off (null, false, 0 or empty)"""
 
-ALLOWED: Final[Allowed] = {
-    "kv_cache_dtype": (("auto",), f"with rounded keys and values {OTHER_POLICY}"),
+ALLOWED: Final[rules.Allowed] = {
+    "kv_cache_dtype": (("auto",), f"with rounded keys and values {rules.OTHER_POLICY}"),
     "disaggregation_mode": (("null",), "a rollout server both reads prompts and draws"),
-    "dp_size": ((1,), RANKS),
-    "pp_size": ((1,), RANKS),
-    "ep_size": ((1,), RANKS),
-    "dcp_size": ((1,), RANKS),
-    "attn_cp_size": ((1,), RANKS),
-    "moe_dp_size": ((1,), RANKS),
-    "nnodes": ((1,), RANKS),
-    "cpu_offload_gb": ((0,), MOVED),
-    "offload_group_size": ((-1,), MOVED),
-    "init_expert_location": (("trivial",), MOVED),
+    "dp_size": ((1,), rules.RANKS),
+    "pp_size": ((1,), rules.RANKS),
+    "ep_size": ((1,), rules.RANKS),
+    "dcp_size": ((1,), rules.RANKS),
+    "attn_cp_size": ((1,), rules.RANKS),
+    "moe_dp_size": ((1,), rules.RANKS),
+    "nnodes": ((1,), rules.RANKS),
+    "cpu_offload_gb": ((0,), rules.MOVED),
+    "offload_group_size": ((-1,), rules.MOVED),
+    "init_expert_location": (("trivial",), rules.MOVED),
     "model_impl": (("auto", "sglang"), "the push is traced through SGLang's own models"),
 }
 """Refused, except for these values"""
@@ -155,7 +138,7 @@ def check(config: RunConfig) -> None:
     """
     if lacking := _lacking(config):
         raise ConfigError(f"rollout.name: sglang does not go with {'; nor with '.join(lacking)}")
-    refuse(config, refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
+    rules.refuse(config, rules.refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
 
 
 def _lacking(config: RunConfig) -> list[str]:

@@ -8,29 +8,12 @@ from typing import Final
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.models.facts import family_in
-from paceline.rollout.engines.argument_rules import (
-    ADAPTERS,
-    DRAFTS,
-    GENERATES,
-    MOVED,
-    MOVED_EXPERTS,
-    NOT_REPRODUCIBLE,
-    OTHER_MODEL,
-    OTHER_POLICY,
-    OTHER_WEIGHTS,
-    QUANTIZED,
-    RANKS,
-    STALE_KEYS,
-    Allowed,
-    Refusals,
-    refusals,
-    refuse,
-)
+from paceline.rollout.engines import argument_rules as rules
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM silently raises smaller temperatures to this value, but the learner would use the given one."""
 
-OWN: Final[Refusals] = {
+OWN: Final[rules.Refusals] = {
     "model": "Paceline sets it; write model.path",
     "skip_tokenizer_init": "Paceline sets it: token ids go in and come out",
     "load_format": "Paceline sets it: weights come only by push",
@@ -51,76 +34,76 @@ OWN: Final[Refusals] = {
 
 _IMAGES: Final = "a server sends each image once, to a cache whose kind and size must not change"
 
-REFUSED: Final[Refusals] = {
-    "quantization": QUANTIZED,
-    "quantization_config": QUANTIZED,
-    "enable_lora": ADAPTERS,
-    "default_mm_loras": ADAPTERS,
-    "hf_overrides": OTHER_MODEL,
-    "hf_config_path": OTHER_MODEL,
-    "model_weights": OTHER_MODEL,
-    "model_class_overrides": OTHER_MODEL,
-    "revision": OTHER_MODEL,
-    "code_revision": OTHER_MODEL,
-    "runner": GENERATES,
-    "convert": GENERATES,
-    "speculative_config": DRAFTS,
-    "spec_method": DRAFTS,
-    "spec_model": DRAFTS,
-    "spec_tokens": DRAFTS,
-    "diffusion_config": OTHER_POLICY,
-    "logits_processors": OTHER_POLICY,
-    "watermark_config": OTHER_POLICY,
-    "override_generation_config": OTHER_POLICY,
-    "kv_sharing_fast_prefill": OTHER_POLICY,
-    "kv_transfer_config": STALE_KEYS,
-    "ec_transfer_config": STALE_KEYS,
-    "kv_offloading_size": STALE_KEYS,
-    "data_parallel_rank": RANKS,
-    "data_parallel_start_rank": RANKS,
-    "data_parallel_size_local": RANKS,
-    "data_parallel_address": RANKS,
-    "data_parallel_rpc_port": RANKS,
-    "data_parallel_hybrid_lb": RANKS,
-    "data_parallel_external_lb": RANKS,
-    "data_parallel_multi_port_external_lb": RANKS,
-    "enable_elastic_ep": RANKS,
-    "language_model_only": OTHER_MODEL,
-    "mm_encoder_only": GENERATES,
+REFUSED: Final[rules.Refusals] = {
+    "quantization": rules.QUANTIZED,
+    "quantization_config": rules.QUANTIZED,
+    "enable_lora": rules.ADAPTERS,
+    "default_mm_loras": rules.ADAPTERS,
+    "hf_overrides": rules.OTHER_MODEL,
+    "hf_config_path": rules.OTHER_MODEL,
+    "model_weights": rules.OTHER_MODEL,
+    "model_class_overrides": rules.OTHER_MODEL,
+    "revision": rules.OTHER_MODEL,
+    "code_revision": rules.OTHER_MODEL,
+    "runner": rules.GENERATES,
+    "convert": rules.GENERATES,
+    "speculative_config": rules.DRAFTS,
+    "spec_method": rules.DRAFTS,
+    "spec_model": rules.DRAFTS,
+    "spec_tokens": rules.DRAFTS,
+    "diffusion_config": rules.OTHER_POLICY,
+    "logits_processors": rules.OTHER_POLICY,
+    "watermark_config": rules.OTHER_POLICY,
+    "override_generation_config": rules.OTHER_POLICY,
+    "kv_sharing_fast_prefill": rules.OTHER_POLICY,
+    "kv_transfer_config": rules.STALE_KEYS,
+    "ec_transfer_config": rules.STALE_KEYS,
+    "kv_offloading_size": rules.STALE_KEYS,
+    "data_parallel_rank": rules.RANKS,
+    "data_parallel_start_rank": rules.RANKS,
+    "data_parallel_size_local": rules.RANKS,
+    "data_parallel_address": rules.RANKS,
+    "data_parallel_rpc_port": rules.RANKS,
+    "data_parallel_hybrid_lb": rules.RANKS,
+    "data_parallel_external_lb": rules.RANKS,
+    "data_parallel_multi_port_external_lb": rules.RANKS,
+    "enable_elastic_ep": rules.RANKS,
+    "language_model_only": rules.OTHER_MODEL,
+    "mm_encoder_only": rules.GENERATES,
     "mm_device_do_normalize": "pixels are normalised already: vLLM would do it again",
-    "video_pruning_rate": OTHER_POLICY,
-    "enable_eplb": MOVED_EXPERTS,
-    "offload_params": MOVED,
-    "cpu_offload_params": MOVED,
-    "weight_transfer_config": OTHER_WEIGHTS,
+    "video_pruning_rate": rules.OTHER_POLICY,
+    "enable_eplb": rules.MOVED_EXPERTS,
+    "offload_params": rules.MOVED,
+    "cpu_offload_params": rules.MOVED,
+    "weight_transfer_config": rules.OTHER_WEIGHTS,
     "enable_fault_tolerance": "vLLM would restart an engine without the weights that were pushed into it",
-    "enable_mamba_cache_stochastic_rounding": NOT_REPRODUCIBLE,
+    "enable_mamba_cache_stochastic_rounding": rules.NOT_REPRODUCIBLE,
 }
 """Refused, unless the value leaves the feature off (null, false, 0 or empty)"""
 
-ALLOWED: Final[Allowed] = {
-    "kv_cache_dtype": (("auto",), f"with rounded keys and values {OTHER_POLICY}"),
-    "mamba_cache_dtype": (("auto", "float32"), f"with a rounded state {OTHER_POLICY}"),
-    "mamba_ssm_cache_dtype": (("auto", "float32"), f"with a rounded state {OTHER_POLICY}"),
-    "data_parallel_size": ((1,), RANKS),
-    "pipeline_parallel_size": ((1,), RANKS),
-    "prefill_context_parallel_size": ((1,), RANKS),
-    "nnodes": ((1,), RANKS),
+ALLOWED: Final[rules.Allowed] = {
+    "kv_cache_dtype": (("auto",), f"with rounded keys and values {rules.OTHER_POLICY}"),
+    "mamba_cache_dtype": (("auto", "float32"), f"with a rounded state {rules.OTHER_POLICY}"),
+    "mamba_ssm_cache_dtype": (("auto", "float32"), f"with a rounded state {rules.OTHER_POLICY}"),
+    "data_parallel_size": ((1,), rules.RANKS),
+    "pipeline_parallel_size": ((1,), rules.RANKS),
+    "prefill_context_parallel_size": ((1,), rules.RANKS),
+    "nnodes": ((1,), rules.RANKS),
     "distributed_executor_backend": (("mp", "uni"), "the engine's processes must be children of the server"),
-    "cpu_offload_gb": ((0,), MOVED),
-    "offload_backend": (("auto",), MOVED),
-    "offload_group_size": ((0,), MOVED),
+    "cpu_offload_gb": ((0,), rules.MOVED),
+    "offload_backend": (("auto",), rules.MOVED),
+    "offload_group_size": ((0,), rules.MOVED),
     "prefix_caching_hash_algo": (
         ("sha256", "sha256_cbor"),
         "other hashes collide: a prompt would be answered with the keys and values of another",
     ),
-    "disable_sliding_window": ((False,), OTHER_MODEL),
+    "disable_sliding_window": ((False,), rules.OTHER_MODEL),
     "mm_processor_cache_gb": ((0,), _IMAGES),
     "mm_processor_cache_type": (("lru",), _IMAGES),
 }
 """Refused, except for these values"""
 
-ON_CPU: Final[Refusals] = {
+ON_CPU: Final[rules.Refusals] = {
     "enable_chunked_prefill": "on a CPU a chunked prompt's samples are not reproducible",
 }
 """Refused only on a CPU, unless false"""
@@ -139,7 +122,7 @@ def check(config: RunConfig) -> None:
             f"rollout.temperature={temperature}: vLLM samples at {MIN_TEMPERATURE} or above, "
             "but the learner would divide its logits by the smaller value; raise it"
         )
-    refuse(config, refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
+    rules.refuse(config, rules.refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
 
 
 def check_on_cpu(config: RunConfig) -> None:
@@ -150,4 +133,4 @@ def check_on_cpu(config: RunConfig) -> None:
             "vLLM's build for the CPU computes layers with a state only in bfloat16, but model.dtype is "
             f"{model.dtype}; set model.dtype: bfloat16"
         )
-    refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
+    rules.refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
