@@ -36,7 +36,7 @@ from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.training_rows import rows
 from paceline.controller.run.records.trajectories import TrajectoryFile
 from paceline.controller.verify.digests import digest_of
-from paceline.controller.verify.journal import recomputed_metrics
+from paceline.controller.verify.journal.steps import recomputed_metrics
 from paceline.controller.verify.journal.term import Term
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag

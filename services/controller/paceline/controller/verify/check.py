@@ -15,7 +15,7 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal import deadlines
 from paceline.controller.verify.journal.entries import parse, read
 from paceline.controller.verify.journal.history import History, OnFinished, OnValidated
-from paceline.controller.verify.journal.steps import StepHistory
+from paceline.controller.verify.journal.steps.step import StepHistory
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.service import process_ends
 from paceline.storage.places import checkpoints_of
@@ -45,7 +45,7 @@ def verify(run_dir: Path) -> Findings:
             files.check_validation(check, entry, history.run_id)
 
     history = follow(read(journal, findings), findings, config, check_files, check_validation)
-    validated = {*history.beside.over, *history.beside.unfinished}
+    validated = {*history.validations.beside.over, *history.validations.beside.unfinished}
     if fault := lines.fault(history.steps, history.finished, validated):
         findings.add(Invariant.RECORD, f"metrics.jsonl {fault}")
     checkpoints.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, lines)

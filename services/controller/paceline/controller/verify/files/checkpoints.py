@@ -10,7 +10,7 @@ from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.files.metrics_lines import MetricsLines
 from paceline.controller.verify.findings import Invariant, JournalEntry
 from paceline.controller.verify.journal.history import History
-from paceline.controller.verify.journal.steps import plain_digest
+from paceline.controller.verify.journal.steps.step import plain_digest
 from paceline.core.errors import CheckpointError
 from paceline.core.run_record.manifest import MANIFEST, manifest_fields
 from paceline.storage.folder import Folder
@@ -21,7 +21,7 @@ _METADATA = ".metadata"
 def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> None:
     """Checks that each checkpoint of the journal exists, with the content that this run wrote at its step."""
     findings = history.findings
-    for number, entry in sorted(history.checkpoints.items()):
+    for number, entry in sorted(history.checkpoints.by_step.items()):
         if not root.child(f"step_{number:06d}").has(MANIFEST):
             findings.add(
                 Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry
@@ -30,7 +30,7 @@ def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> 
     names = [name for name in root.folders() if name.startswith("step_") and root.child(name).has(MANIFEST)]
     for name in names:
         number = int(name.removeprefix("step_"))
-        written = history.checkpoints.get(number)
+        written = history.checkpoints.by_step.get(number)
         fault, files = _fault(root.child(name), number, history, metrics, written)
         twin = stored.setdefault(files, number) if files else number
         if not fault and history.versions.digest(twin) != history.versions.digest(number):

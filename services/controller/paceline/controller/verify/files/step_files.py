@@ -12,8 +12,8 @@ from paceline.controller.verify.digests import digest_of, file_digest
 from paceline.controller.verify.files.metrics_lines import MetricsLines
 from paceline.controller.verify.files.trajectory_files import FileCheck
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal import recomputed_metrics
-from paceline.controller.verify.journal.steps import StepHistory
+from paceline.controller.verify.journal.steps import recomputed_metrics
+from paceline.controller.verify.journal.steps.step import StepHistory
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow

@@ -18,19 +18,18 @@ from collections.abc import Callable, Iterable, Mapping
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal.beside import ValidationsBeside
-from paceline.controller.verify.journal.chosen_rows import rows_of
-from paceline.controller.verify.journal.collection import Collection, Wanted
+from paceline.controller.verify.journal.checkpoints import WrittenCheckpoints
 from paceline.controller.verify.journal.prompt_order import PromptOrder
-from paceline.controller.verify.journal.steps import Finished, OpenSteps, StepHistory
-from paceline.controller.verify.journal.term import Term
-from paceline.controller.verify.journal.token_ages import check_policies
+from paceline.controller.verify.journal.steps.collection import Collection, Wanted
+from paceline.controller.verify.journal.steps.open_steps import OpenSteps
+from paceline.controller.verify.journal.steps.step import Finished, StepHistory
+from paceline.controller.verify.journal.term import Term, check_start
 from paceline.controller.verify.journal.validation import ValidationCheck
+from paceline.controller.verify.journal.validations import Validations
 from paceline.controller.verify.journal.versions import Versions
 from paceline.controller.verify.rows.replays import Replays
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
-from paceline.core.training import batch_digest
 
 _VALIDATE = Purpose.VALIDATE.value
 _COUNTED = {
@@ -64,7 +63,8 @@ class History:
         versions: the committed versions.
         steps: the finished steps that no rewind made void.
         finished: the last finished step; -1 before step 0, the start.
-        checkpoints: `checkpoint` events by step, except for void and removed checkpoints.
+        validations: the validations between steps and beside training.
+        checkpoints: the written checkpoints.
         ended: the last event, if it is the end of the run.
     """
 
@@ -81,7 +81,6 @@ class History:
         self.versions = Versions(findings)
         self.steps: dict[int, Finished] = {}
         self.finished = -1
-        self.checkpoints: dict[int, JournalEntry] = {}
         self.ended: JournalEntry | None = None
         self._run: JournalEntry | None = None
         self._term: Term | None = None
@@ -89,7 +88,8 @@ class History:
         self._open = OpenSteps(findings)
         self._order = PromptOrder(findings)
         self._replays = Replays(findings)
-        self.beside = ValidationsBeside(findings, self.versions)
+        self.validations = Validations(findings, self.versions, self._open)
+        self.checkpoints = WrittenCheckpoints(findings)
         self._handlers: Mapping[str, Callable[[JournalEntry], None]] = {
             "run": self._on_run,
             "resume": self._on_resume,
@@ -97,7 +97,7 @@ class History:
             "phase": self._on_phase,
             "dispatch": self._on_dispatch,
             "sampling": self._on_sampling,
-            "withdrawn": self._on_withdrawn,
+            "withdrawn": self._open.withdraw,
             "lost": self._on_lost,
             "trajectory": self._on_trajectory,
             "refill": self._on_refill,
@@ -105,17 +105,17 @@ class History:
             "recollect": self._on_recollect,
             "batch": self._on_batch,
             "trained": self._on_trained,
-            "rollback": self._on_rollback,
+            "rollback": self.versions.roll_back,
             "commit": self._on_commit,
-            "newcomers": self._on_newcomers,
+            "newcomers": self.versions.check_newcomers,
             "validate": self._on_validate,
-            "val_group_dropped": self._on_val_group_dropped,
-            "validated": self.beside.validated,
-            "validation_skipped": self.beside.skipped,
-            "saved": self._on_saved,
+            "val_group_dropped": self.validations.drop,
+            "validated": self.validations.beside.validated,
+            "validation_skipped": self.validations.beside.skipped,
+            "saved": self.validations.note_saved,
             "step": self._on_step,
             "checkpoint": self._on_checkpoint,
-            "checkpoint_removed": self._on_checkpoint_removed,
+            "checkpoint_removed": self.checkpoints.remove,
             "member": self._on_member,
             "end": self._on_end,
         }
@@ -151,28 +151,11 @@ class History:
         self._phase, self.ended = Phase.STARTING, None
         self._term = term = Term.read(entry, self._config)
         self.versions.restart()
-        self.beside.restart()
+        self.validations.beside.restart()
         self.versions.repeatable = self.versions.repeatable and term.on_cpu
         self._order.begin_term(term, in_step=self._open.current is not None)
         term.note_unseen(self.findings)
-        expected = 1 if before is None else int(before["term"]) + 1
-        if int(entry["term"]) != expected:
-            self.findings.add(
-                Invariant.RECORD, f"a term {entry['term']} begins where {expected} is due", before, entry
-            )
-        for key in ("run_id", "data_digest"):
-            if before is not None and before.get(key) != entry.get(key):
-                self.findings.add(
-                    Invariant.RECORD,
-                    f"term {entry['term']} has another {key} than the term before",
-                    before,
-                    entry,
-                )
-        known = before.get("code", {}) if before is not None else {}
-        for key, own in entry.get("code", {}).items():
-            if own != known.get(key):
-                digest = own[1] or "is not on the controller's host"
-                self.findings.code.append(f"from term {entry['term']} on: {key}={own[0]}, file {digest}")
+        check_start(before, entry, self.findings)
         self.findings.counts["controller restarts"] += int(before is not None)
 
     def _on_resume(self, entry: JournalEntry) -> None:
@@ -180,12 +163,6 @@ class History:
             if step.wanted is not None:
                 step.before = {**(step.before or {}), **step.admitted}
                 self._collect_again(step)
-
-    def _on_withdrawn(self, entry: JournalEntry) -> None:
-        number = int(entry["step"])
-        self._open.withdraw(number, entry)
-        if not entry.get("reason"):
-            self.findings.add(Invariant.I2, f"step {number} was withdrawn without a reason", entry)
 
     def _on_lost(self, entry: JournalEntry) -> None:
         self._open.void_ahead()
@@ -211,13 +188,13 @@ class History:
                 entry,
             )
         self._open.rewind(to_step, self.steps)
-        self.beside.rewind(to_step)
+        self.validations.beside.rewind(to_step)
         self.steps = {number: step for number, step in self.steps.items() if number <= to_step}
         self.finished = min(self.finished, to_step)
         known = self.steps.get(to_step)
         self._order.rewind(entry, known.cursor if known is not None else None)
         self.versions.rewind(to_step)
-        self.checkpoints = {number: e for number, e in self.checkpoints.items() if number <= to_step}
+        self.checkpoints.rewind(to_step)
 
     def _on_end(self, entry: JournalEntry) -> None:
         self.ended = entry
@@ -225,7 +202,7 @@ class History:
             return
         num_steps = self._config.trainer.total_steps
         if num_steps is not None and self.finished >= num_steps:
-            self.beside.end(entry)
+            self.validations.beside.end(entry)
         if self._phase is not Phase.ENDED:
             self.findings.add(
                 Invariant.I5, f"the run ended well in phase {self._phase.value}", self._run, entry
@@ -286,18 +263,6 @@ class History:
         self._order.dispatch(wanted.step, wanted.prompts, entry)
         step.collections, step.shapes = self._dispatched(wanted), term.shapes
 
-    def _check_age(self, wanted: Wanted, entry: JournalEntry) -> None:
-        """Checks I1: what a step trains is no older than the bound allows."""
-        staleness, bound = wanted.tag.staleness_in(wanted.step), self.term.max_staleness
-        if not 0 <= staleness <= bound:
-            self.findings.add(
-                Invariant.I1,
-                f"step {wanted.step} trained tokens of {wanted.policy}, {staleness} versions older than the "
-                f"weights that it trained; barrier.max_staleness is {bound}",
-                wanted.entry,
-                entry,
-            )
-
     def _on_sampling(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None:
@@ -311,7 +276,7 @@ class History:
         self.findings.counts[f"trajectories {verdict.replace('_', ' ')}"] += 1
         if "beside" in entry.event:
             if verdict == "admitted":
-                self.beside.admit(key, entry)
+                self.validations.beside.admit(key, entry)
             return
         is_ahead = "ahead" in entry.event
         step = self._open.ahead.get(int(entry["ahead"])) if is_ahead else self._open.current
@@ -327,66 +292,15 @@ class History:
                 Invariant.I1, f"{key} was admitted in phase {self._phase.value}, not {phase.value}", entry
             )
         if is_answer:
-            self.versions.check_policy(str(entry.get("policy")), f"{key} was admitted with", entry)
-            self._admit_answer(key, entry)
+            self.validations.admit(key, entry, self._term)
             return
         if step is None or step.collection is None:
             self.findings.add(Invariant.I1, f"{key} was admitted, but no step is being collected", entry)
             return
-        check_policies(key, entry, step.collection.wanted, self.term, self.versions, self.findings)
-        step.collection.admit(key, entry)
-        # With in-flight pushes, a sample that was lost and is drawn again may differ.
-        before = None if self.term.mixes_versions else (step.before or {}).get(key)
-        if before is not None and any(
-            before.get(f) != entry.get(f) for f in ("digest", "reward", "policy", "ranges")
-        ):
-            self.findings.add(
-                Invariant.I3,
-                f"{key} differs from what it was before the controller was restarted",
-                before,
-                entry,
-            )
-
-    # --- validations
+        step.admit(key, entry, self.term, self.versions, self.findings)
 
     def _on_validate(self, entry: JournalEntry) -> None:
-        if entry.get("beside"):
-            self.beside.begin(entry, self.term)
-            return
-        self.versions.check_policy(str(entry["policy"]), f"step {entry['step']} was validated with", entry)
-        step = self._validated()
-        if step.number >= 0 and step.number != int(entry["step"]):
-            self.findings.add(
-                Invariant.I2,
-                f"a validation of step {entry['step']} in step {step.number}",
-                step.dispatch,
-                entry,
-            )
-        step.validation = ValidationCheck(entry, self.term, self.findings, before=step.validation)
-
-    def _validated(self) -> StepHistory:
-        """Returns the step that a validation belongs to; step 0 has no dispatch."""
-        if self._open.current is None:
-            self._open.current = StepHistory()
-        return self._open.current
-
-    def _admit_answer(self, key: TrajectoryId, entry: JournalEntry) -> None:
-        step = self._open.current
-        if step is not None and step.validation is not None:
-            step.validation.admit(key, entry)
-        elif self._term is not None and self._term.is_recorded:
-            self.findings.add(Invariant.I2, f"{key} was admitted, but no validation was asked for", entry)
-
-    def _on_val_group_dropped(self, entry: JournalEntry) -> None:
-        if self.beside.drop(entry):
-            return
-        step = self._open.current
-        if step is not None and step.validation is not None:
-            step.validation.drop(entry)
-
-    def _on_saved(self, entry: JournalEntry) -> None:
-        if not self.beside.note_saved(entry):
-            self._validated().saved[str(entry["file"])] = entry
+        self.validations.begin(entry, self.term)
 
     # --- the rest of a step
 
@@ -407,68 +321,22 @@ class History:
         step = self._current(entry)
         if step is None or step.wanted is None:
             return
-        if step.trained is not None:
-            self.findings.add(
-                Invariant.I2,
-                f"step {step.wanted.step} was collected again after it was trained",
-                step.trained,
-                entry,
-            )
+        step.recollect(entry, self.findings)
         self._collect_again(step)
-        step.before = step.batch = None
-        step.samplings.clear()
         self._open.void_ahead()
 
     def _on_batch(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None or step.collection is None:
             return
-        rows = rows_of(step.collections, entry, self.findings)
-        self._check_age(step.wanted, entry)
-        if entry.get("policy") != step.wanted.policy:
-            self.findings.add(
-                Invariant.I1,
-                f"the batch of step {step.wanted.step} is of {entry.get('policy')}, but its prompts were "
-                f"dispatched for {step.wanted.policy}",
-                step.wanted.entry,
-                entry,
-            )
-        again = self._replays.rows(entry, rows, self.term.replay_rule)
-        trained = sorted([*rows, *again], key=lambda row: _place(row.trajectory_id)) if again else rows
-        digest = batch_digest(step.wanted.tag, trained)
-        if (entry["digest"], entry["num_rows"]) != (digest, len(trained)):
-            self.findings.add(
-                Invariant.I3,
-                f"the batch of step {step.wanted.step} has {entry['num_rows']} rows and the digest "
-                f"{entry['digest']}; the admitted trajectories make {len(trained)} rows and {digest}",
-                step.wanted.entry,
-                entry,
-            )
-        for earlier in (step.batch, step.trained):
-            if earlier is not None and earlier["digest"] != entry["digest"]:
-                self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
-        step.note_batch(entry, rows, again, self.term)
+        step.take_batch(entry, self._replays, self.term, self.findings)
 
     def _on_trained(self, entry: JournalEntry) -> None:
         step = self._current(entry)
-        if step is None or step.wanted is None:
-            return
-        for earlier in (step.batch, step.trained):
-            if earlier is not None and earlier["digest"] != entry["digest"]:
-                self.findings.add(
-                    Invariant.I3,
-                    f"step {step.wanted.step} trained the batch {entry['digest']}, not {earlier['digest']}",
-                    earlier,
-                    entry,
-                )
-        if step.batch is None:
-            self.findings.add(Invariant.I2, f"step {step.wanted.step} was trained without a batch", entry)
-        step.trained = entry
+        if step is not None and step.wanted is not None:
+            step.train(entry, self.findings)
 
     # --- versions
-
-    def _on_rollback(self, entry: JournalEntry) -> None:
-        self.versions.roll_back(entry)
 
     def _on_commit(self, entry: JournalEntry) -> None:
         version, step = int(entry["version"]), self._open.current
@@ -483,9 +351,6 @@ class History:
         self.versions.commit(entry, batch=batch, due=max(0, self.finished))
         if training is not None:
             training.commit = entry
-
-    def _on_newcomers(self, entry: JournalEntry) -> None:
-        self.versions.check_newcomers(entry)
 
     # --- the ends of steps
 
@@ -506,46 +371,22 @@ class History:
             self.findings.add(Invariant.I2, f"step {number} was finished, but not dispatched", entry)
             step = StepHistory()
         else:
-            for what, event in (("batch", step.batch), ("training", step.trained), ("commit", step.commit)):
-                if event is None:
-                    self.findings.add(
-                        Invariant.I2,
-                        f"step {number} was finished without a {what}",
-                        step.dispatch,
-                        entry,
-                    )
+            step.check_complete(entry, self.findings)
         if step.validation is not None:
             step.validation.close(entry)
         self._order.finish(entry)
         self._on_finished(self, step, number, entry)
-        for check, validated in self.beside.finish(number):
+        for check, validated in self.validations.beside.finish(number):
             self._on_validation_over(self, check, validated)
         rule = step.term.replay_rule if step.term is not None else self.term.replay_rule
-        self._replays.finish(number, step.kept_rows(), rule, self.checkpoints)
+        self._replays.finish(number, step.kept_rows(), rule, self.checkpoints.by_step)
         # This keeps memory small even for long runs.
         self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
         self._open.finish(number)
 
     def _on_checkpoint(self, entry: JournalEntry) -> None:
-        number = int(entry["step"])
-        newest = self.versions.newest
-        if number > newest:
-            self.findings.add(
-                Invariant.I2, f"a checkpoint of step {number}, but version {newest} is committed", entry
-            )
-        self.checkpoints[number] = entry
-
-    def _on_checkpoint_removed(self, entry: JournalEntry) -> None:
-        name = str(entry["folder"]).rstrip("/").rpartition("/")[2]
-        # Checkpoints of void steps are named void_step_N; the rewind has removed them from this list.
-        if name.startswith("step_"):
-            self.checkpoints.pop(int(name.removeprefix("step_")), None)
+        self.checkpoints.write(entry, self.versions.newest)
 
     def _entry_of(self, number: int) -> JournalEntry | None:
         step = self.steps.get(number)
         return step.entry(number) if step is not None else None
-
-
-def _place(key: TrajectoryId) -> tuple[int, str, int]:
-    """Returns the place of a row in its batch."""
-    return key.prompt_id, key.purpose, key.sample_index

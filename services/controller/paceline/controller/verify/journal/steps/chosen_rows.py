@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal.collection import Collection, trained_row
+from paceline.controller.verify.journal.steps.collection import Collection, trained_row
 from paceline.core.ids import NEVER_TRAINED, TrajectoryId
 from paceline.core.training import BatchRow
 

@@ -11,13 +11,17 @@ from typing import NamedTuple
 
 from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal import recomputed_metrics
-from paceline.controller.verify.journal.collection import Collection, Wanted
+from paceline.controller.verify.journal.steps import recomputed_metrics
+from paceline.controller.verify.journal.steps.chosen_rows import rows_of
+from paceline.controller.verify.journal.steps.collection import Collection, Wanted
+from paceline.controller.verify.journal.steps.token_ages import check_policies
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.journal.validation import ValidationCheck
+from paceline.controller.verify.journal.versions import Versions
+from paceline.controller.verify.rows.replays import Replays
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow, oldest_of, ranges_of
 from paceline.core.ids import TrajectoryId
-from paceline.core.training import BatchRow
+from paceline.core.training import BatchRow, batch_digest
 
 
 class Finished(NamedTuple):
@@ -126,7 +130,123 @@ class StepHistory:
             )
         self.collections.append(Collection(Wanted.of(entry, 0), findings))
 
-    def note_batch(
+    def recollect(self, entry: JournalEntry, findings: Findings) -> None:
+        """Makes its trajectories void as its collection begins again."""
+        assert self.wanted is not None
+        if self.trained is not None:
+            findings.add(
+                Invariant.I2,
+                f"step {self.wanted.step} was collected again after it was trained",
+                self.trained,
+                entry,
+            )
+        self.before = self.batch = None
+        self.samplings.clear()
+
+    def admit(
+        self, key: TrajectoryId, entry: JournalEntry, term: Term, versions: Versions, findings: Findings
+    ) -> None:
+        """Takes an admitted trajectory; one that was admitted before a restart must be the same."""
+        assert self.collection is not None
+        check_policies(key, entry, self.collection.wanted, term, versions, findings)
+        self.collection.admit(key, entry)
+        # With in-flight pushes, a sample that was lost and is drawn again may differ.
+        before = None if term.mixes_versions else (self.before or {}).get(key)
+        if before is not None and any(
+            before.get(f) != entry.get(f) for f in ("digest", "reward", "policy", "ranges")
+        ):
+            findings.add(
+                Invariant.I3,
+                f"{key} differs from what it was before the controller was restarted",
+                before,
+                entry,
+            )
+
+    def take_batch(self, entry: JournalEntry, replays: Replays, term: Term, findings: Findings) -> None:
+        """Checks a batch against the dispatch and the admitted trajectories, and keeps its rows."""
+        assert self.wanted is not None
+        rows = rows_of(self.collections, entry, findings)
+        self._check_age(entry, term, findings)
+        if entry.get("policy") != self.wanted.policy:
+            findings.add(
+                Invariant.I1,
+                f"the batch of step {self.wanted.step} is of {entry.get('policy')}, but its prompts were "
+                f"dispatched for {self.wanted.policy}",
+                self.wanted.entry,
+                entry,
+            )
+        again = replays.rows(entry, rows, term.replay_rule)
+        trained = sorted([*rows, *again], key=_place) if again else rows
+        digest = batch_digest(self.wanted.tag, trained)
+        if (entry["digest"], entry["num_rows"]) != (digest, len(trained)):
+            findings.add(
+                Invariant.I3,
+                f"the batch of step {self.wanted.step} has {entry['num_rows']} rows and the digest "
+                f"{entry['digest']}; the admitted trajectories make {len(trained)} rows and {digest}",
+                self.wanted.entry,
+                entry,
+            )
+        for earlier in (self.batch, self.trained):
+            if earlier is not None and earlier["digest"] != entry["digest"]:
+                findings.add(Invariant.I3, f"step {self.wanted.step} has two batches", earlier, entry)
+        self._note_batch(entry, rows, again, term)
+
+    def train(self, entry: JournalEntry, findings: Findings) -> None:
+        """Takes the event `trained`, which must be of the step's only batch."""
+        assert self.wanted is not None
+        for earlier in (self.batch, self.trained):
+            if earlier is not None and earlier["digest"] != entry["digest"]:
+                findings.add(
+                    Invariant.I3,
+                    f"step {self.wanted.step} trained the batch {entry['digest']}, not {earlier['digest']}",
+                    earlier,
+                    entry,
+                )
+        if self.batch is None:
+            findings.add(Invariant.I2, f"step {self.wanted.step} was trained without a batch", entry)
+        self.trained = entry
+
+    def check_complete(self, entry: JournalEntry, findings: Findings) -> None:
+        """Notes each event that a finished step lacks."""
+        for what, event in (("batch", self.batch), ("training", self.trained), ("commit", self.commit)):
+            if event is None:
+                findings.add(
+                    Invariant.I2,
+                    f"step {self.number} was finished without a {what}",
+                    self.dispatch,
+                    entry,
+                )
+
+    def finished(self, entry: JournalEntry) -> Finished:
+        """Returns the reduced record that is kept after the event `step`."""
+        first, batch = self.dispatch or entry, self.batch
+        return Finished(
+            line=first.line,
+            n=int(first["n"]),
+            num_rows=len(self.rows),
+            num_again=self.num_again,
+            num_dropped=self.num_dropped,
+            batch=str(batch["digest"]) if batch is not None else "",
+            asked=asked_digest(self.wanted) if self.wanted is not None else "",
+            cursor=entry.get("cursor") or {},
+            guard=plain_digest(entry.get("guard")),
+        )
+
+    def _check_age(self, entry: JournalEntry, term: Term, findings: Findings) -> None:
+        """Checks I1: what a step trains is no older than the bound allows."""
+        wanted = self.wanted
+        assert wanted is not None
+        staleness, bound = wanted.tag.staleness_in(wanted.step), term.max_staleness
+        if not 0 <= staleness <= bound:
+            findings.add(
+                Invariant.I1,
+                f"step {wanted.step} trained tokens of {wanted.policy}, {staleness} versions older than the "
+                f"weights that it trained; barrier.max_staleness is {bound}",
+                wanted.entry,
+                entry,
+            )
+
+    def _note_batch(
         self, entry: JournalEntry, rows: Sequence[BatchRow], again: Sequence[BatchRow], term: Term
     ) -> None:
         """Takes the rows of a complete batch and recomputes their metrics.
@@ -165,97 +285,6 @@ class StepHistory:
             oldest = max(policy.staleness_in(self.number) for policy in policies)
             self.metrics["barrier/staleness/max"] = float(oldest)
 
-    def finished(self, entry: JournalEntry) -> Finished:
-        """Returns the reduced record that is kept after the event `step`."""
-        first, batch = self.dispatch or entry, self.batch
-        return Finished(
-            line=first.line,
-            n=int(first["n"]),
-            num_rows=len(self.rows),
-            num_again=self.num_again,
-            num_dropped=self.num_dropped,
-            batch=str(batch["digest"]) if batch is not None else "",
-            asked=asked_digest(self.wanted) if self.wanted is not None else "",
-            cursor=entry.get("cursor") or {},
-            guard=plain_digest(entry.get("guard")),
-        )
-
-
-class OpenSteps:
-    """The dispatched but unfinished steps: the one in progress and, with a bound, those after it.
-
-    Attributes:
-        current: the step in progress; None between steps.
-        ahead: the steps after it that are dispatched, by number.
-    """
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        self.current: StepHistory | None = None
-        self.ahead: dict[int, StepHistory] = {}
-        self._void_asked: dict[int, tuple[str, JournalEntry]] = {}
-
-    @property
-    def all(self) -> list[StepHistory]:
-        """Returns all open steps, the step in progress first."""
-        return [*([] if self.current is None else [self.current]), *self.ahead.values()]
-
-    def dispatch(self, wanted: Wanted, *, is_ahead: bool) -> StepHistory:
-        """Takes the dispatch of a new step, or a repeated dispatch, which must have the same request."""
-        before = self._void_asked.pop(wanted.step, None)
-        step = self.ahead.get(wanted.step) if is_ahead else self.current
-        if step is not None and step.wanted is not None and step.number == wanted.step:
-            before = asked_digest(step.wanted), step.wanted.entry
-            if step.admitted or step.batch:
-                self._add(f"step {wanted.step} was dispatched twice", before[1], wanted.entry)
-        else:
-            step = StepHistory()
-        if before is not None and before[0] != asked_digest(wanted):
-            self._add(f"step {wanted.step} first asked for other prompts", before[1], wanted.entry)
-        step.wanted = wanted
-        if is_ahead:
-            self.ahead[wanted.step] = step
-        else:
-            self.current = step
-        return step
-
-    def withdraw(self, number: int, entry: JournalEntry) -> None:
-        """Makes the trajectories of a step that was dispatched ahead and has no batch void."""
-        if self.current is not None and self.current.number == number and self.current.batch is None:
-            self._void(self.current)
-            self.current = None
-        elif number in self.ahead:
-            self._void(self.ahead.pop(number))
-        else:
-            self._add(f"step {number} was withdrawn, but was not dispatched ahead", entry)
-
-    def void_ahead(self) -> None:
-        """Makes the trajectories of all steps after the one in progress void."""
-        for step in self.ahead.values():
-            self._void(step)
-        self.ahead.clear()
-
-    def rewind(self, to_step: int, finished: Mapping[int, Finished]) -> None:
-        """Makes all open steps void, and the finished steps after `to_step`."""
-        for number, step in finished.items():
-            if number > to_step and step.asked:
-                self._void_asked[number] = step.asked, step.entry(number)
-        if self.current is not None and self.current.number > to_step:
-            self._void(self.current)
-        self.current = None
-        self.void_ahead()
-
-    def finish(self, number: int) -> None:
-        """Goes on with the step after this one, if it is dispatched."""
-        self.current = self.ahead.pop(number + 1, None)
-
-    def _void(self, step: StepHistory) -> None:
-        if step.wanted is not None:
-            self._void_asked[step.number] = asked_digest(step.wanted), step.wanted.entry
-
-    def _add(self, words: str, *entries: JournalEntry) -> None:
-        self._findings.add(Invariant.I2, words, *entries)
-
 
 def plain_digest(plain: object) -> str:
     """Returns the digest of a value that JSON can express."""
@@ -265,3 +294,9 @@ def plain_digest(plain: object) -> str:
 def asked_digest(wanted: Wanted) -> str:
     """Returns the digest of a step's first request."""
     return plain_digest([wanted.prompts, wanted.counts])
+
+
+def _place(row: BatchRow) -> tuple[int, str, int]:
+    """Returns the place of a row in its batch."""
+    key = row.trajectory_id
+    return key.prompt_id, key.purpose, key.sample_index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal.collection import Wanted
+from paceline.controller.verify.journal.steps.collection import Wanted
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.versions import Versions
 from paceline.controller.verify.rows.trajectory_row import oldest_of, ranges_of

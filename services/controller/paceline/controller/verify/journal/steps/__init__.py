@@ -1,0 +1,1 @@
+"""Checks a step of the journal, from its dispatch to its event `step`."""
