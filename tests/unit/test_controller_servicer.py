@@ -91,9 +91,9 @@ class Bench:
             while len(self.events._queues) < count:  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.01)
 
-    async def status(self) -> dict[str, str]:
+    async def status(self, field: str = "state") -> dict[str, str]:
         call = channels.call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="S", peer="c")
-        return {member.member_id: member.state for member in (await call).members}
+        return {member.member_id: getattr(member, field) for member in (await call).members}
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ def test_the_command_line() -> None:
     options = options_of("--controller", "host:1", "--member-id", "rollout-3")
     assert options == MemberOptions(controller="host:1", member_id="rollout-3", host="127.0.0.1", port=0)
     assert not options.validates
+    assert (options.engine, options_of("--controller", "host:1", "--engine", "one").engine) == ("", "one")
     assert options_of("--controller", "host:1", "--validates").validates
     with pytest.raises(SystemExit):
         options_of("--member-id", "rollout-3")

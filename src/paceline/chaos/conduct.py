@@ -61,8 +61,8 @@ class Conductor:
 
     def __init__(self, config: RunConfig, run_dir: Path, plan: Plan, clock: WatchedView) -> None:
         self._config, self._run_dir, self._plan, self._clock = config, run_dir, plan, clock
-        engine = engine_facts(config.rollout.name)
-        self.injector, self.record = Injector(run_dir, engine.process_word), Record(run_dir)
+        words = [engine_facts(name).process_word for name in config.rollout.engine_names]
+        self.injector, self.record = Injector(run_dir, list(filter(None, words))), Record(run_dir)
         self._roster = Roster(config, run_dir)
         self._rng = np.random.default_rng([plan.seed, 1])
         self._room = asyncio.Semaphore(plan.overlap)

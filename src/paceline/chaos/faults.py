@@ -75,8 +75,10 @@ def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
     """Returns every kind with every target that it fits."""
     servers = [f"rollout-{i}" for i in range(config.rollout.replicas)]
     processes = [CONTROLLER, *servers, *(f"learner-{i}" for i in range(config.learner.world_size)), "reward"]
-    if engine_facts(config.rollout.name).process_word:
-        processes += [f"{server}/{ENGINE}" for server in servers]
+    engines = [engine_facts(config.rollout.engine_at(number)) for number in range(len(servers))]
+    processes += [
+        f"{server}/{ENGINE}" for server, facts in zip(servers, engines, strict=True) if facts.process_word
+    ]
     if config.reward.functions:
         processes.append(f"reward/{CHILD}")
     return [

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -34,12 +34,12 @@ class Injector:
     Its proxies stand between the members and Redis, and between the members and the controller.
 
     Args:
-        engine_word: identifies an engine's process (`EngineFacts.process_word`).
+        engine_words: identify the processes of the run's engines (`EngineFacts.process_word`).
     """
 
-    def __init__(self, run_dir: Path, engine_word: str) -> None:
+    def __init__(self, run_dir: Path, engine_words: Sequence[str]) -> None:
         self._run_dir = run_dir
-        self._words = {ENGINE: engine_word, CHILD: _CHILD_WORD}
+        self._words = {ENGINE: engine_words, CHILD: (_CHILD_WORD,)}
         self.links = {REDIS: Proxy(), CONTROLLER: Proxy()}
         self._redis_url = ""
 
@@ -115,7 +115,8 @@ class Injector:
                 return process if process.status() != psutil.STATUS_ZOMBIE else None
             for child in process.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if self._words[part] in " ".join([child.name(), *child.cmdline()]):
+                    line = " ".join([child.name(), *child.cmdline()])
+                    if any(word in line for word in self._words[part]):
                         return child
         return None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.checks.engine_python import require_engine
 from paceline.checks.model_checks import model_config
-from paceline.checks.preflight_check import CheckNeed, PreflightCheck
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck, for_each_engine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.engines.registry import engine_facts
@@ -30,20 +30,29 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
         ConfigError: there is no engine of this name.
         EnvironmentLackError: some are missing, as after installing the wheel without extras.
     """
-    facts = engine_facts(config.rollout.name) if engine else None
-    if facts and config.rollout.python:
+    if engine:
+        for_each_engine(config, _require_with_engine)
+    else:
+        _require(_PACKAGES)
+
+
+def _require_with_engine(config: RunConfig) -> None:
+    facts = engine_facts(config.rollout.name)
+    if config.rollout.python:
         require_engine(config.rollout.python, facts)
-        facts = None
-    named = [*_PACKAGES, *([facts.package] if facts else [])]
+    _require(_PACKAGES if config.rollout.python else [*_PACKAGES, facts.package])
+    if not config.rollout.python and (library := facts.lacking_library):
+        raise EnvironmentLackError(
+            f"{facts.title}'s build for CPUs loads {library.file}, which is not here: {library.remedy}"
+        )
+
+
+def _require(named: Sequence[str]) -> None:
     lacking = [name for name in named if importlib.util.find_spec(name) is None]
     if lacking:
         raise EnvironmentLackError(
             f"not installed in this environment: {', '.join(lacking)}; `make venv` in a clone installs all, "
             "a wheel needs its extra cpu or cuda (docs/start.md)"
-        )
-    if facts and (library := facts.lacking_library):
-        raise EnvironmentLackError(
-            f"{facts.title}'s build for CPUs loads {library.file}, which is not here: {library.remedy}"
         )
 
 

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from paceline.core.errors import EnvironmentLackError
+from paceline.config.run import RunConfig
+from paceline.core.errors import GIVEN_ERRORS, EnvironmentLackError
 from paceline.service.addresses import split
 
 _REACH_S = 3.0
 _PAUSE_S = 0.2
+_Result = TypeVar("_Result")
 
 
 class CheckNeed(enum.Enum):
@@ -47,6 +50,27 @@ class PreflightCheck:
     run: Callable[..., str]
     needs: CheckNeed = CheckNeed.NOTHING
     wait: str = ""
+
+
+def for_each_engine(config: RunConfig, check: Callable[[RunConfig], _Result]) -> list[_Result]:
+    """Calls a check with the configuration of each engine's servers; returns the results.
+
+    An error names the engine if it is one of rollout.other_engines.
+
+    Raises:
+        PacelineError: one of GIVEN_ERRORS; the first fault.
+    """
+
+    def result(of_engine: RunConfig) -> _Result:
+        name = of_engine.rollout.name
+        try:
+            return check(of_engine)
+        except GIVEN_ERRORS as error:
+            if name == config.rollout.name:
+                raise
+            raise type(error)(f"rollout.other_engines.{name}: {error}") from error
+
+    return [result(of_engine) for of_engine in config.by_engine]
 
 
 def how_to_make(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checks.preflight_check import CheckNeed, PreflightCheck, reach
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck, for_each_engine, reach
 from paceline.checks.service_checks import engine_log_probs
 from paceline.config.run import RunConfig
 
@@ -13,11 +13,11 @@ _PATIENCE_S = 10.0
 
 
 def engine_line(config: RunConfig) -> str:
-    """Has the engine check the configuration; returns its name."""
+    """Has each engine check the configuration; returns their names."""
     from paceline.rollout.engines.loading import check_engine
 
-    check_engine(config)
-    return config.rollout.name
+    for_each_engine(config, check_engine)
+    return ", ".join(config.rollout.engine_names)
 
 
 def _episodes_line(config: RunConfig) -> str:
@@ -52,7 +52,7 @@ def _environment_line(config: RunConfig) -> str:
 
 
 def _log_probs_line(config: RunConfig, kept: Path) -> str:
-    return engine_log_probs(config, kept)
+    return "\n      ".join(for_each_engine(config, lambda one: engine_log_probs(one, kept)))
 
 
 CHECKS = (

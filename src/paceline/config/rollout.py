@@ -113,6 +113,22 @@ class EnvironmentConfig(Section):
         return self
 
 
+EngineKwargs = dict[str, bool | int | float | str | dict[str, object]]
+
+
+class OtherEngineConfig(Section):
+    """Rollout servers with another engine; everything else that they need is in `rollout`."""
+
+    replicas: int = Field(
+        1,
+        ge=0,
+        description="How many of rollout.replicas run it. 0: only servers that you start yourself, with "
+        "--engine.",
+    )
+    python: str | None = Field(None, description="As rollout.python, for this engine.")
+    engine_kwargs: EngineKwargs = Field({}, description="As rollout.engine_kwargs, for this engine.")
+
+
 class RolloutConfig(Section):
     """Rollout servers: one engine each."""
 
@@ -125,6 +141,13 @@ class RolloutConfig(Section):
     )
     replicas: int = Field(
         1, gt=0, description="Rollout servers that `paceline train` starts; others may join."
+    )
+    other_engines: dict[str, OtherEngineConfig] = Field(
+        {},
+        description="Servers with other engines than rollout.name, by the engine's name: {sglang: {replicas: "
+        "1, python: sglang/bin/python}}. Each key has the keys replicas (default 1), how many of "
+        "rollout.replicas run it, and python and engine_kwargs, which are this engine's own. Servers with "
+        "rollout.name come first. Which engine answers a prompt depends on which server is free.",
     )
     validation_servers: int = Field(
         0,
@@ -218,7 +241,7 @@ class RolloutConfig(Section):
         "group has been under way for that long; if the server dies, another one continues from there. 0: "
         "only when the server leaves. Needs draws by seed and position (rollout.sampler: batched).",
     )
-    engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
+    engine_kwargs: EngineKwargs = Field(
         {},
         description="Further arguments of the engine (vLLM's AsyncEngineArgs, SGLang's ServerArgs); what "
         "breaks exactness is refused.",
@@ -229,14 +252,54 @@ class RolloutConfig(Section):
         """Rollout servers that answer training prompts."""
         return self.replicas - self.validation_servers
 
-    @model_validator(mode="after")
-    def _some_train(self) -> RolloutConfig:
-        if self.validation_servers >= self.replicas:
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        """The engines of the run's servers, `name` first."""
+        return (self.name, *self.other_engines)
+
+    def engine_at(self, index: int) -> str:
+        """Returns the engine of the server with this number, of those that the launcher starts, or of one
+        that joins later."""
+        others = [name for name, other in self.other_engines.items() for _ in range(other.replicas)]
+        first = self.replicas - len(others)
+        return others[index - first] if first <= index < self.replicas else self.name
+
+    def with_engine(self, name: str) -> RolloutConfig:
+        """Returns the settings of the servers with one of `engine_names`, as if there were no others."""
+        own = self.other_engines.get(name)
+        chosen = {} if own is None else {"python": own.python, "engine_kwargs": own.engine_kwargs}
+        return self.model_copy(update={"name": name, "other_engines": {}, **chosen})
+
+    def with_kwargs(self, name: str, kwargs: EngineKwargs) -> RolloutConfig:
+        """Returns the settings with other `engine_kwargs` for one of `engine_names`."""
+        changed: dict[str, object] = {"engine_kwargs": kwargs}
+        if name != self.name:
+            other = self.other_engines[name].model_copy(update=changed)
+            changed = {"other_engines": {**self.other_engines, name: other}}
+        return self.model_copy(update=changed)
+
+    def check_servers(self) -> None:
+        """Raises ValueError if the other engines or validation leave no server where one is needed."""
+        others, count = sum(other.replicas for other in self.other_engines.values()), self.replicas
+        if others >= count:
             raise ValueError(
-                f"validation_servers={self.validation_servers} of replicas={self.replicas} leave no server "
-                f"for training prompts: set replicas, which counts all servers, above "
-                f"{self.validation_servers}"
+                f"other_engines take {others} of replicas={count} and leave no server with {self.name}: set "
+                f"replicas, which counts all servers, above {others}, or change rollout.name"
             )
+        if self.validation_servers >= count:
+            raise ValueError(
+                f"validation_servers={self.validation_servers} of replicas={count} leave no server for "
+                f"training prompts: set replicas, which counts all servers, above {self.validation_servers}"
+            )
+
+    @model_validator(mode="after")
+    def _servers_suffice(self) -> RolloutConfig:
+        if self.name in self.other_engines:
+            raise ValueError(
+                f"other_engines has {self.name}, which is rollout.name: remove it there; servers that the "
+                "other engines leave have it"
+            )
+        self.check_servers()
         return self
 
     @model_validator(mode="after")

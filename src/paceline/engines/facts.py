@@ -40,7 +40,7 @@ class EngineFacts:
         process_word: word in the command line that identifies its process among a server's children; "" if it
             runs in the server's own process.
         cache_argument: the argument of `rollout.engine_kwargs` that fixes the KV cache's bytes; "" if there
-            is none, and it is left to measure what is free.
+            is none, and the engine computes them from its share of the GPU.
         prefill_tokens: prompt tokens that it computes at a time on a GPU by default.
         rest_bytes: least GPU memory for its activations and CUDA graphs.
         asleep_bytes: GPU memory that it keeps while asleep, for its context and captured graphs.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config.run import RunConfig
 from paceline.core.members import EnginePart
+from paceline.engines.facts import EngineFacts
 from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
 
@@ -27,6 +28,8 @@ Parts = Mapping[str, int]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
     """The memory of one GPU of a rollout engine: one model for planner, checks and learner.
+
+    With several engines, facts of the one that takes the most count.
 
     An engine takes at most its budget (`rollout.gpu_memory_utilization`), including weights and context.
     Asleep, it keeps its context and captured graphs.
@@ -70,11 +73,10 @@ class EngineMemory:
     @classmethod
     def of_numbers(cls, config: RunConfig, numbers: int) -> EngineMemory:
         """Plans from the number of weights, if their shapes are unknown."""
-        facts = engine_facts(config.rollout.name)
         return cls(
             weights=-(-numbers * _bytes_per_number(config) // config.rollout.tensor_model_parallel_size),
-            rest=facts.rest_bytes,
-            asleep=facts.asleep_bytes,
+            rest=max(facts.rest_bytes for facts in _engines(config)),
+            asleep=_asleep(config),
         )
 
     @staticmethod
@@ -82,7 +84,8 @@ class EngineMemory:
         """Returns the bytes of the tower's activations for a batch's images, and of their kept states."""
         if shape.tower is None or config.data.image_key is None:
             return 0
-        num_tokens = max(engine_facts(config.rollout.name).prefill_tokens, config.data.max_prompt_length)
+        prefill = (facts.prefill_tokens for facts in _engines(config))
+        num_tokens = max(*prefill, config.data.max_prompt_length)
         states = num_tokens * shape.tower.out * bytes_per_number
         return states + shape.tower.activations(shape.num_patches(num_tokens), bytes_per_number)
 
@@ -124,9 +127,13 @@ class EngineMemory:
 
 
 def fixed_cache(config: RunConfig) -> int | None:
-    """Returns the bytes that `rollout.engine_kwargs` fix for the KV cache; None: the engine measures."""
-    fixed = config.rollout.engine_kwargs.get(engine_facts(config.rollout.name).cache_argument)
-    return fixed if isinstance(fixed, int) else None
+    """Returns the most bytes that `rollout.engine_kwargs` fix for a KV cache; None: an engine measures."""
+    sizes = [
+        one.rollout.engine_kwargs.get(facts.cache_argument)
+        for one, facts in zip(config.by_engine, _engines(config), strict=True)
+    ]
+    known = [size for size in sizes if isinstance(size, int)]
+    return max(known) if len(known) == len(sizes) else None
 
 
 def engine_budget(config: RunConfig, total: int) -> int:
@@ -137,8 +144,16 @@ def engine_budget(config: RunConfig, total: int) -> int:
 def engine_while_training(config: RunConfig, total: int) -> int:
     """Returns the bytes that an engine keeps while the learner trains on its GPU."""
     if config.rollout.sleep == "always":
-        return engine_facts(config.rollout.name).asleep_bytes
+        return _asleep(config)
     return engine_budget(config, total)
+
+
+def _engines(config: RunConfig) -> list[EngineFacts]:
+    return [engine_facts(name) for name in config.rollout.engine_names]
+
+
+def _asleep(config: RunConfig) -> int:
+    return max(facts.asleep_bytes for facts in _engines(config))
 
 
 def _bytes_per_number(config: RunConfig) -> int:

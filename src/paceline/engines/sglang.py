@@ -13,5 +13,4 @@ SGLANG: Final = EngineFacts(
     start="paceline.rollout.engines.sglang.engine:SglangEngine.start",
     check="paceline.rollout.engines.sglang.refusals:check",
     process_word="sglang::scheduler",
-    cache_argument="max_total_tokens",
 )

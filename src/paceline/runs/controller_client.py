@@ -16,7 +16,7 @@ from paceline.wire.calls.run_events import run_event_from_proto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberStatus:
-    """A member of the fleet; `policy` is None before its first version."""
+    """A member of the fleet; `policy` is None before its first version, `engine` is a rollout server's."""
 
     member_id: str
     state: str
@@ -24,6 +24,7 @@ class MemberStatus:
     in_flight: int
     seconds_since_heartbeat: float
     address: str
+    engine: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,4 +132,5 @@ def _member(message: controller_pb2.MemberStatus) -> MemberStatus:
         in_flight=message.in_flight,
         seconds_since_heartbeat=message.seconds_since_heartbeat,
         address=message.address,
+        engine=message.engine,
     )

@@ -206,9 +206,10 @@ def _with_utilization(config: RunConfig, share: float) -> RunConfig:
 
 def _with_fixed_cache(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> RunConfig:
     """Fixes the KV cache's size; else the engine would measure it while the learner loads on the same GPU."""
-    name = engine_facts(config.rollout.name).cache_argument
-    given = config.rollout.engine_kwargs
+    rollout = config.rollout
     num_bytes = EngineMemory.of(config, shape).generation(engine_budget(config, min(totals)))["kv cache"]
-    if not name or name in given or num_bytes <= 0:
-        return config
-    return with_layout(config, learner={}, rollout={"engine_kwargs": {**given, name: num_bytes}})
+    for engine in rollout.engine_names if num_bytes > 0 else ():
+        name, given = engine_facts(engine).cache_argument, rollout.with_engine(engine).engine_kwargs
+        if name and name not in given:
+            rollout = rollout.with_kwargs(engine, {**given, name: num_bytes})
+    return config.model_copy(update={"rollout": rollout})

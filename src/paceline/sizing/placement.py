@@ -64,6 +64,8 @@ def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:
     ranks, servers = config.learner.world_size, config.rollout.replicas
     size = config.rollout.tensor_model_parallel_size
     engines = many(servers, "rollout server") + (f" of {many(size, 'GPU')}" if size > 1 else "")
+    for name, other in config.rollout.other_engines.items():
+        engines += f" ({other.replicas} with {name})" if other.replicas else ""
     if config.validates_beside:
         engines += f" ({config.rollout.validation_servers} for validation)"
     if not on_gpus:

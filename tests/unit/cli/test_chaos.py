@@ -152,7 +152,7 @@ async def _end_of(reader: asyncio.StreamReader) -> bool:
 
 
 async def test_services_get_the_proxies_addresses(tmp_path: Path) -> None:
-    injector = Injector(tmp_path, "EngineCore")
+    injector = Injector(tmp_path, ["EngineCore"])
     async with injector.links["redis"] as redis, injector.links["controller"] as controller:
         assert injector.broker_url("redis://:pw@127.0.0.1:7001/0") == f"redis://:pw@127.0.0.1:{redis.port}/0"
         assert redis.target == ("127.0.0.1", 7001)

@@ -91,6 +91,12 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 f"{request.member_id} was started with --validates, and this run has no "
                 "rollout.validation_servers: start it without, or set the key"
             )
+        engines = self._run.config.rollout.engine_names
+        if request.engine and request.engine not in engines:
+            raise ConfigError(
+                f"{request.member_id} was started with --engine {request.engine}, and this run has "
+                f"{', '.join(engines)}: name it in rollout.other_engines, or start it with one of these"
+            )
         await self._refuse_second_holder(request)
         await self._supervisor.apply(
             self._supervisor.fleet.register(
@@ -102,6 +108,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 state=member_state_from_word(kind, request.state) if request.state else None,
                 policy=_policy_of(request),
                 validates=request.validates,
+                engine=(request.engine or engines[0]) if kind is MemberKind.ROLLOUT else "",
             )
         )
         policy = self._progress.policy
@@ -229,6 +236,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 policy=policy_tag_to_proto(member.policy) if member.policy else None,
                 seconds_since_heartbeat=now - member.last_heard,
                 in_flight=member.in_flight,
+                engine=member.engine,
             )
             for member in self._supervisor.fleet.members()
         ]

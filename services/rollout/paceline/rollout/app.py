@@ -93,7 +93,8 @@ class RolloutApp:
         if not self._session.link.may_start.is_set():
             log.info("waiting for the end of the learner's turn on the GPUs")
             await self._session.link.may_start.wait()
-        return await start_engine(config.model_copy(update={"model": model}))
+        config = config.model_copy(update={"model": model})
+        return await start_engine(config.with_engine(self._session.options.engine or config.rollout.name))
 
     async def _serve(self, engine: Engine, registration: Registration) -> None:
         session, context, config = self._session, self._session.context, registration.config

@@ -243,6 +243,14 @@ def _servers_can_validate_beside(config: DerivedSettings) -> None:
         )
 
 
+def _servers_can_have_other_engines(config: DerivedSettings) -> None:
+    if config.rollout.other_engines and config.placement == "fit":
+        raise ValueError(
+            "rollout.other_engines does not go with placement: fit, which chooses rollout.replicas; leave "
+            "one of them out"
+        )
+
+
 def _frozen_networks_have_a_use(config: DerivedSettings) -> None:
     if config.actor.memory.offload_reference and not config.frozen_folders:
         raise ValueError(
@@ -351,6 +359,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _steps_can_be_sampled_ahead,
     _groups_can_be_replayed,
     _servers_can_validate_beside,
+    _servers_can_have_other_engines,
     _frozen_networks_have_a_use,
     _context_is_not_compiled,
     _rows_fit_into_messages,

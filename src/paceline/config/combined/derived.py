@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Self
 
 from paceline.config.combined.sections import RunSections
 from paceline.config.reward import RewardConfig
@@ -246,6 +247,15 @@ class DerivedSettings(RunSections):
     def pushes_in_flight(self) -> bool:
         """Whether weights reach servers with samples under way, so that several versions sample one."""
         return self.rollout.in_flight != "wait"
+
+    @property
+    def by_engine(self) -> tuple[Self, ...]:
+        """The configuration as the servers of each engine use it, that of rollout.name first."""
+        return tuple(self.with_engine(name) for name in self.rollout.engine_names)
+
+    def with_engine(self, name: str) -> Self:
+        """Returns a copy for the servers of one engine (`RolloutConfig.with_engine`)."""
+        return self.model_copy(update={"rollout": self.rollout.with_engine(name)})
 
     @property
     def validates_beside(self) -> bool:

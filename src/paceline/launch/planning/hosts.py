@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -119,10 +120,15 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
             "the run's own Redis server listens on loopback only: start one that all hosts reach, `paceline "
             f"redis DIR --host {hosts.address}`, and set broker.url as it says"
         )
+    rollout = config.rollout.model_copy(update={"replicas": counts["rollout"], "devices": None})
+    try:
+        rollout.check_servers()
+    except ValueError as error:
+        raise ConfigError(f"the hosts' rollout servers are too few: {error}") from None
     return config.model_copy(
         update={
             "learner": learner.model_copy(update={"world_size": num_ranks, "devices": None}),
-            "rollout": config.rollout.model_copy(update={"replicas": counts["rollout"], "devices": None}),
+            "rollout": rollout,
             "service": config.service.model_copy(update={"host": hosts.address}),
         }
     )
@@ -266,7 +272,9 @@ def _names(names: Iterable[str]) -> str:
 
 def _there(hosts: Hosts, host: Host, spec: ProcessSpec, env: dict[str, str]) -> ProcessSpec:
     """Returns the spec for a host, with its interpreter, address and variables, behind the remote shell."""
-    words = [host.python, *spec.command[1:]]
+    python, *words = spec.command
+    # An engine's own environment is at the same path on all hosts.
+    words = [host.python if python == sys.executable else python, *words]
     if "--host" in words:
         words[words.index("--host") + 1] = host.address
     data = {DATA_HOST: host.data_address} if host.data_address else {}

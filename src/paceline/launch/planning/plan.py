@@ -173,15 +173,18 @@ def _rollout(
     # Newcomers, whose numbers follow, answer training prompts.
     validates = config.rollout.training_servers <= index < config.rollout.replicas
     role = ("--validates",) if validates else ()
+    own = config.rollout.with_engine(config.rollout.engine_at(index))
+    engine = ("--engine", own.name) if own.name != config.rollout.name else ()
     return ProcessSpec(
         name=name,
         role=Role.ROLLOUT,
         member_id=name,
         command=(
-            *_module("rollout", python=config.rollout.python),
+            *_module("rollout", python=own.python),
             *_member(config, controller_address, name),
             *port,
             *role,
+            *engine,
         ),
         # The rollout service sets its threads and its engine's variables itself: it can also start alone.
         env=_common(config) | _devices(gpus, machine),

@@ -31,6 +31,7 @@ class RegisterRequest(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     VALIDATES_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.MemberKind.ValueType
     member_id: _builtins.str
     """the same after a restart, for example "rollout-0" """
@@ -44,6 +45,8 @@ class RegisterRequest(_message.Message):
     """as in a heartbeat"""
     validates: _builtins.bool
     """a rollout server that only answers held-out prompts"""
+    engine: _builtins.str
+    """a rollout server's, of rollout.other_engines; empty: rollout.name"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds; the learner's may lack the digest"""
@@ -59,10 +62,11 @@ class RegisterRequest(_message.Message):
         state: _builtins.str = ...,
         policy: _common_pb2.PolicyTag | None = ...,
         validates: _builtins.bool = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks", "policy", b"policy", "state", b"state", "validates", b"validates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks", "policy", b"policy", "state", b"state", "validates", b"validates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -425,12 +429,15 @@ class MemberStatus(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     kind: _common_pb2.MemberKind.ValueType
     state: _builtins.str
     address: _builtins.str
     seconds_since_heartbeat: _builtins.float
     in_flight: _builtins.int
+    engine: _builtins.str
+    """a rollout server's"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag: ...
     def __init__(
@@ -443,10 +450,11 @@ class MemberStatus(_message.Message):
         policy: _common_pb2.PolicyTag | None = ...,
         seconds_since_heartbeat: _builtins.float = ...,
         in_flight: _builtins.int = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "in_flight", b"in_flight", "kind", b"kind", "member_id", b"member_id", "policy", b"policy", "seconds_since_heartbeat", b"seconds_since_heartbeat", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "in_flight", b"in_flight", "kind", b"kind", "member_id", b"member_id", "policy", b"policy", "seconds_since_heartbeat", b"seconds_since_heartbeat", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,7 @@ class MemberOptions:
             the controller.
         data_host: address for weights and for traffic between learner ranks; "": `host`.
         validates: whether a rollout server only answers held-out prompts.
+        engine: a rollout server's engine, one of rollout.other_engines; "": rollout.name.
     """
 
     controller: str
@@ -71,6 +72,7 @@ class MemberOptions:
     advertise: str = ""
     data_host: str = ""
     validates: bool = False
+    engine: str = ""
 
     @property
     def host_of_data(self) -> str:
@@ -103,6 +105,12 @@ class MemberOptions:
                 "--validates",
                 action="store_true",
                 help="only answer held-out prompts, as one of rollout.validation_servers",
+            )
+            parser.add_argument(
+                "--engine",
+                default="",
+                metavar="NAME",
+                help="an engine of rollout.other_engines; left out: rollout.name",
             )
         return cls(**vars(parser.parse_args(arguments)))
 
@@ -200,6 +208,7 @@ class MemberSession:
             address=server.address,
             num_ranks=self._num_ranks,
             validates=options.validates,
+            engine=options.engine,
             credentials=credentials,
             fence=fence,
         )

@@ -95,6 +95,7 @@ class ControllerLink:
         address: str,
         num_ranks: int = 1,
         validates: bool = False,
+        engine: str = "",
         credentials: Credentials | None = None,
         fence: TermFence | None = None,
     ) -> None:
@@ -103,7 +104,7 @@ class ControllerLink:
         self._controller_address = controller_address
         self.address = address
         self._kind, self._num_ranks, self._fence = kind, num_ranks, fence or TermFence()
-        self._validates = validates
+        self._validates, self._engine = validates, engine
         self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._usage = UsageSampler(uses_gpus=kind is not MemberKind.REWARD)
@@ -132,6 +133,7 @@ class ControllerLink:
             address=self.address,
             num_ranks=self._num_ranks,
             validates=self._validates,
+            engine=self._engine,
             state=report.state.value,
             policy=policy_tag_to_proto(report.policy) if report.policy else None,
         )

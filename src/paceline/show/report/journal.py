@@ -64,6 +64,7 @@ class FleetMember:
     """What the journal last said of a member."""
 
     name: str
+    engine: str = ""
     state: str = ""
     since: float = 0.0
     starts: int = 0
@@ -179,7 +180,7 @@ class JournalView:
         member_id, what = str(event.get("member", "")), str(event.get("what", ""))
         member = self._fleet.setdefault(member_id, FleetMember(name=member_id))
         if what == "registered":
-            member.starts += 1
+            member.starts, member.engine = member.starts + 1, str(event.get("engine", ""))
         elif what == "dead":
             member.deaths += 1
         if what.startswith("state:"):

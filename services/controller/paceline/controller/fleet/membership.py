@@ -59,6 +59,7 @@ class Member:
         is_final: a restart would fail in the same way, because its inputs are unusable.
         is_draining: it was told to finish its work and leave.
         validates: it is a rollout server that only answers held-out prompts.
+        engine: the engine of a rollout server; "" for other members.
     """
 
     kind: MemberKind
@@ -75,6 +76,7 @@ class Member:
     is_final: bool = False
     is_draining: bool = False
     validates: bool = False
+    engine: str = ""
 
     @property
     def usable(self) -> bool:
@@ -140,6 +142,7 @@ class Fleet:
         state: MemberState | None = None,
         policy: PolicyTag | None = None,
         validates: bool = False,
+        engine: str = "",
     ) -> list[FleetChange]:
         """Adds a member, unless this incarnation is known already; an older incarnation is marked dead.
 
@@ -162,6 +165,7 @@ class Fleet:
             num_ranks=num_ranks,
             last_heard=self._clock.monotonic(),
             validates=validates,
+            engine=engine,
         )
         self._members[member_id] = member
         changes.append(FleetChange(member=member, what="registered"))

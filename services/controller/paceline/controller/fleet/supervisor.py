@@ -55,6 +55,11 @@ class Supervisor:
                 "incarnation": change.member.incarnation,
                 "what": change.what,
                 "reason": change.reason,
+                **(
+                    {"engine": change.member.engine}
+                    if change.what == "registered" and change.member.engine
+                    else {}
+                ),
             }
             for change in changes
         )

@@ -77,11 +77,13 @@ def _show(status: RunStatus) -> None:
     console.print(f"now       step {now.step}/{status.total_steps}: {words}, {status.seconds_in_phase:.1f} s")
     if status.policy:
         console.print(f"policy    {status.policy}")
-    table = Table("member", "state", "policy", "in flight", "heard", "address", box=None, pad_edge=False)
+    columns = ("member", "engine", "state", "policy", "in flight", "heard", "address")
+    table = Table(*columns, box=None, pad_edge=False)
     for member in status.members:
         policy = f"v{member.policy.version}" if member.policy else ""
         heard = f"{member.seconds_since_heartbeat:.1f} s ago"
-        table.add_row(member.member_id, member.state, policy, str(member.in_flight), heard, member.address)
+        doing = (member.state, policy, str(member.in_flight), heard)
+        table.add_row(member.member_id, member.engine, *doing, member.address)
     console.print(table)
     if status.metrics:
         console.print(step_line(now.step, status.total_steps, status.metrics))

@@ -7,7 +7,7 @@ class Fleet {
     this.body = h("tbody");
     this.machine = h("div", {class: "machine"});
     this.table = h("table", {}, h("thead", {}, h("tr", {},
-      ...["member", "state", "version", "at work", "starts", "deaths"].map(name => h("th", {}, name)))), this.body);
+      ...["member", "engine", "state", "version", "at work", "starts", "deaths"].map(name => h("th", {}, name)))), this.body);
     this.element = h("section", {id: "fleet"}, h("h2", {}, "Fleet"), h("div", {class: "scroll"}, this.table),
       this.machine);
   }
@@ -19,7 +19,7 @@ class Fleet {
     }
     this.element.hidden = !members.size && !now?.processes?.length;
     this.body.replaceChildren(...[...members.values()].map(member => h("tr", {},
-      h("td", {}, member.name),
+      h("td", {}, member.name), h("td", {}, member.engine || ""),
       h("td", {}, h("span", {class: `state ${stateClass(member.state)}`}, member.state || "–")),
       h("td", {}, member.version === null || member.version === undefined ? "" : `v${member.version}`),
       h("td", {}, member.in_flight ? String(member.in_flight) : ""),
