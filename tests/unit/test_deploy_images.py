@@ -74,8 +74,8 @@ def test_the_script_builds_the_images_that_a_profile_starts(
 
 
 def test_the_image_with_sglang_has_its_own_lock_file_and_tag(tmp_path: Path) -> None:
-    """The command of docs/deploy.md."""
-    page = (source.ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    """The command of docs/engines.md."""
+    page = (source.ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^(\w+=.*) deploy/compose/build\.sh rollout", page, re.M)
     builds = build(tmp_path, "rollout", **dict(word.split("=", 1) for word in line.split()))
     assert list(builds) == ["paceline/rollout:sglang"]

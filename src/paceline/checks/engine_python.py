@@ -62,7 +62,7 @@ def require_engine(python: str, facts: EngineFacts) -> None:
     if answer["lacking"]:
         raise EnvironmentLackError(
             f"rollout.python={python} has no {', '.join(answer['lacking'])}: install Paceline with its extra "
-            f"for {facts.title} there (docs/start.md), or correct rollout.python"
+            f"for {facts.title} there (docs/engines.md), or correct rollout.python"
         )
     own = version("paceline")
     if own and answer["version"] and answer["version"] != own:

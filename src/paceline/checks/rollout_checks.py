@@ -52,7 +52,7 @@ def _environment_line(config: RunConfig) -> str:
 
 
 def _log_probs_line(config: RunConfig, kept: Path) -> str:
-    return "\n      ".join(for_each_engine(config, lambda one: engine_log_probs(one, kept)))
+    return "\n      ".join(for_each_engine(config, lambda own: engine_log_probs(own, kept)))
 
 
 CHECKS = (
