@@ -204,8 +204,8 @@ def test_a_batch_digest_by_hand_and_what_it_depends_on() -> None:
         ({"lr_scale": 2.0}, "lr_scale is 2.0, wanted (0, 1]"),
         ({"kl_scale": 0.0}, "kl_scale is 0.0, wanted a number above 0"),
         ({"clip_scale": 1.5}, "clip_scale is 1.5, wanted (0, 1]"),
-        ({"fixed_kl_coef": -1.0}, "fixed_kl_coef is -1.0, wanted a number from 0 on"),
-        ({"fixed_kl_coef": math.inf}, "fixed_kl_coef is inf, wanted a number from 0 on"),
+        ({"fixed_kl_coef": -1.0}, "fixed_kl_coef is -1.0, wanted a number of at least 0"),
+        ({"fixed_kl_coef": math.inf}, "fixed_kl_coef is inf, wanted a number of at least 0"),
     ],
 )
 def test_rejected_adjustments(fields: dict[str, float], message: str) -> None:

@@ -216,7 +216,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     ),
     "a hole": (
         lambda part: replace(part, first=1, ranges=(PolicyRange(V0, 1, part.end + 1),)),
-        "sample 0 does not go on at 1",
+        "sample 0 does not continue at 1",
     ),
 }
 

@@ -1,11 +1,11 @@
 """Estimates advantages: how much better a token did than expected.
 
-B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped. No
-result carries a gradient.
+B sequences, T positions, mask 1 on tokens of the policy. Masked tokens in between (a tool's) are skipped.
+Results carry no gradient.
 
 Every estimator is called `f(rows: SampleRows, **options)` and returns `Estimates`. An estimator that
-reads other rows does so through `rows.shard`. If the batch lies on several ranks, each rank passes its
-rows and gets the same result for them as from the whole batch.
+reads other rows does so through `rows.shard`. If the batch is spread over several ranks, each rank passes its
+own rows and gets the result that the full batch would give for them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def grpo(rows: SampleRows, normalize_by_std: bool = True, eps: float = 1e-6) -> 
 
     Args:
         rows: the rows; scores, mask and group_ids are read.
-        normalize_by_std: False leaves out the division: Dr. GRPO (arXiv:2503.20783).
+        normalize_by_std: False omits the division, as in Dr. GRPO (arXiv:2503.20783).
         eps: added to the unbiased standard deviation.
 
     Returns:
@@ -144,9 +144,10 @@ def dr_grpo(rows: SampleRows) -> Estimates:
 
 
 def rloo(rows: SampleRows) -> Estimates:
-    """Returns the score minus the mean of the others, (s - mean_g) n / (n - 1) (RLOO, arXiv:2402.14740).
+    """Returns the score minus the mean of the group's other scores, (s - mean_g) n / (n - 1) (RLOO,
+    arXiv:2402.14740).
 
-    Arguments and results as `grpo`.
+    Arguments and results as in `grpo`.
     """
     batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     sizes = batch.groups.sizes[batch.groups.row]
@@ -157,7 +158,7 @@ def rloo(rows: SampleRows) -> Estimates:
 def opo(rows: SampleRows) -> Estimates:
     """Returns the score minus the group's mean weighted by length (OPO, arXiv:2505.23585).
 
-    Arguments and results as `grpo`.
+    Arguments and results as in `grpo`.
     """
     batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     baseline = batch.groups.mean(batch.scores, batch.lengths.to(batch.scores.dtype))
@@ -165,9 +166,9 @@ def opo(rows: SampleRows) -> Estimates:
 
 
 def gpg(rows: SampleRows) -> Estimates:
-    """(B / number of non-zero scores) (s - mean_g), over all ranks' sequences (GPG, arXiv:2504.02546).
+    """Returns (B / number of non-zero scores) (s - mean_g), over all ranks' sequences (arXiv:2504.02546).
 
-    Scores that are all 0 give 0. Arguments and results as `grpo`.
+    If all scores are 0, the result is 0. Arguments and results as in `grpo`.
     """
     batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     num_signals = torch.count_nonzero(batch.scores).clamp(min=1)
@@ -177,7 +178,7 @@ def gpg(rows: SampleRows) -> Estimates:
 def pass_at_k(rows: SampleRows, eps: float = 1e-6) -> Estimates:
     """Gives a group's best sample (best - second best) / (std_g + eps), the rest 0 (arXiv:2503.19595).
 
-    Arguments and results as `grpo`.
+    Arguments and results as in `grpo`.
 
     Raises:
         NumericsError: a group has only one sample.
@@ -196,9 +197,9 @@ def pass_at_k(rows: SampleRows, eps: float = 1e-6) -> Estimates:
 
 
 def reinforce_plus_plus_baseline(rows: SampleRows) -> Estimates:
-    """whiten((s - mean_g) mask) mask over the batch's tokens (REINFORCE++-baseline, arXiv:2501.03262).
+    """Returns s - mean_g, whitened over the batch's tokens (REINFORCE++-baseline, arXiv:2501.03262).
 
-    Arguments and results as `grpo`.
+    Arguments and results as in `grpo`.
     """
     return Estimates(_whitened(dr_grpo(rows).advantages, rows))
 
@@ -225,7 +226,7 @@ def reinforce_plus_plus(rows: SampleRows, gamma: float) -> Estimates:
 
 
 def remax(rows: SampleRows) -> Estimates:
-    """Undiscounted return-to-go minus the score of the prompt's greedy rollout (ReMax, arXiv:2310.10505)."""
+    """Returns the undiscounted return-to-go minus the prompt's greedy score (ReMax, arXiv:2310.10505)."""
     greedy_scores = rows.scores_of_greedy
     require_rows(rows.mask.shape[0], greedy_scores=greedy_scores)
     baseline = full_precision(greedy_scores.detach()).unsqueeze(-1)

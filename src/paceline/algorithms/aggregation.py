@@ -40,14 +40,15 @@ def aggregate(
         loss: (B, T) per-token losses, one sequence per row.
         mask: (B, T), 1 on the tokens that count.
         mode: one of the names above.
-        num_tokens: unmasked tokens of the mini-batch over all ranks; None takes those of `mask`.
-        num_sequences: its sequences with at least one unmasked token, likewise.
-        constant: the divisor of seq-mean-token-sum-norm, usually the longest response allowed. None takes T,
-            which makes the result depend on padding.
+        num_tokens: unmasked tokens of the mini-batch over all ranks; None: those of `mask`.
+        num_sequences: the mini-batch's sequences with an unmasked token, over all ranks; None: those of
+            `mask`.
+        constant: the divisor of seq-mean-token-sum-norm, usually the longest response allowed. None: T, which
+            makes the result depend on padding.
 
     Returns:
-        0-dim, in the precision of the loss (float32 for half types). A part without tokens gives 0 if the
-        denominator is passed.
+        0-dim, in the precision of the loss (float32 for half types). If the denominator is passed, a part
+        without tokens gives 0.
 
     Raises:
         ConfigError: unknown mode, or a constant that is not above 0.

@@ -1,4 +1,4 @@
-"""Defines an algorithm: its advantages from rewards, its loss from advantages, and its training step."""
+"""Defines an algorithm: advantages from rewards, a loss from advantages, and the training step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepVerbs(Protocol):
         ...
 
     def score(self) -> None:
-        """Has every network score the samples; comes first."""
+        """Lets every network score the samples; must come first."""
         ...
 
     def estimate(self, estimator: Estimator) -> None:
@@ -36,7 +36,8 @@ class StepVerbs(Protocol):
         """Takes all optimizer steps of a network on the samples and their latest advantages.
 
         Args:
-            network: each network once; during the critic's warm-up the policy does not change.
+            network: the network to update, each exactly once; the critic's warm-up leaves the policy
+                unchanged.
             loss: the policy's loss; the critic has its own.
         """
         ...
@@ -48,7 +49,7 @@ class Algorithm:
     An object holds no state between steps: each step creates a new one on every rank.
 
     Attributes:
-        networks: the names of frozen networks that it reads. `algorithm.networks` of the configuration says
+        networks: names of the frozen networks that it reads. `algorithm.networks` of the configuration says
             where they are; their log-probs are in `rows.log_probs` and `inputs.log_probs_of`.
         needs: which of "critic", "greedy" (a greedy answer to each prompt) and "group" (two samples or more
             of each prompt) a run must have; `algorithm.needs` of the configuration names them too.

@@ -18,7 +18,8 @@ from paceline.core.errors import NumericsError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """The place of each of B sequences in a (G, N) table: a row per group, N the largest group's size.
+    """The place of each of B sequences in a (G, N) table with one row per group; N is the largest group's
+    size.
 
     A table is used because sums of scatter-adds differ from run to run on a GPU.
     """
@@ -49,7 +50,7 @@ class Groups:
         return Groups(row=row, column=column, sizes=sizes)
 
     def table(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Spreads (B,) into (G, N), with `fill` where a group is short."""
+        """Arranges (B,) as (G, N), with `fill` where a group has fewer than N members."""
         table = x.new_full((self.sizes.numel(), int(self.sizes.max().item())), fill)
         return table.index_put((self.row, self.column), x)
 
@@ -80,14 +81,14 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupScores:
-    """The scores of the batch; this rank may hold only some rows.
+    """The scores of the full batch, of which this rank may hold only some rows.
 
     Attributes:
         scores: (B_all,), scores of all ranks.
         lengths: (B_all,), unmasked tokens of each sequence.
         groups: groups of all ranks' sequences.
         mask: (B, T), mask of this rank's rows.
-        shard: where these rows lie.
+        shard: which rows of the batch these are.
     """
 
     scores: Tensor
@@ -126,7 +127,7 @@ class GroupScores:
         return self.groups.std(self.scores)[self.groups.row]
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """Copies this rank's rows of (B_all,) to each of their tokens, (B, T), 0 under the mask.
+        """Copies each value of this rank's rows of (B_all,) to the row's tokens, (B, T), 0 under the mask.
 
         Raises:
             NumericsError: the whole batch is masked.

@@ -87,7 +87,7 @@ def token_rewards(
     kl_coef: float = 0.0,
     placed: Tensor | None = None,
 ) -> Tensor:
-    """Returns rewards per token: the score on the policy's last token, minus kl_coef times the KL of each.
+    """Returns rewards per token: the score on the policy's last token, minus kl_coef times each token's KL.
 
     If parts of a score are placed on tokens, the last token gets the rest.
 
@@ -149,7 +149,7 @@ def penalized_scores(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_
 
 
 class FixedKLController:
-    """A coefficient that never changes."""
+    """Keeps the coefficient fixed."""
 
     def __init__(self, kl_coef: float) -> None:
         require_range("kl_coef", kl_coef, at_least=0.0)
@@ -173,8 +173,8 @@ class AdaptiveKLController:
     value.
 
     Args:
-        kl_coef: the first value, above 0 (from 0 it would never move).
-        target_kl: above 0, in nats for each token.
+        kl_coef: the initial value, above 0 (from 0 it would never change).
+        target_kl: above 0, in nats per token.
         horizon: above 0, in sequences.
     """
 
@@ -204,7 +204,7 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Takes the checkpoint's value; keeps the configured one if the checkpoint's was fixed."""
+        """Restores the checkpoint's value; keeps the configured one if the checkpoint has none."""
         self.value = float(state.get("value", self.value))
 
 

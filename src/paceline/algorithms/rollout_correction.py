@@ -1,4 +1,4 @@
-"""Computes importance weights for the mismatch of sampler and trainer in kernels or precision.
+"""Computes importance weights for the mismatch between sampler and trainer in kernels or precision.
 
 w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over the
 sampler's. All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the
@@ -24,8 +24,8 @@ def rollout_weights(
     """Returns the importance weights, (B, T).
 
     Args:
-        old_log_probs: (B, T), the trainer's, before the update.
-        rollout_log_probs: (B, T), the sampler's.
+        old_log_probs: (B, T), the trainer's log-probs before the update.
+        rollout_log_probs: (B, T), the sampler's log-probs.
         mask: (B, T).
         level: "token": each token has its own weight; "sequence": the product over its sequence; "geometric":
             the geometric mean over its sequence.
@@ -49,7 +49,7 @@ def rollout_weights(
 def tis(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, cap: float, level: str = "token"
 ) -> Tensor:
-    """Truncates importance weights to min(w, cap); cap above 0, level and shapes as `rollout_weights`.
+    """Truncates importance weights to min(w, cap); cap above 0, level and shapes as in `rollout_weights`.
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
@@ -75,12 +75,11 @@ def sequence_mask(
     """Returns 1 on tokens of sequences whose weight lies in [low, high], else 0, (B, T).
 
     Args:
-        low: at least 0.
-        high: above low.
+        low: lower bound, at least 0. high: upper bound, above low.
         level: the weight to compare: "sequence", or "geometric", which does not depend on the length. With
             "token", one token out of range drops its sequence.
 
-    The other arguments as `rollout_weights`.
+    The other arguments as in `rollout_weights`.
     """
     _check_range(low, high)
     weights = rollout_weights(old_log_probs, rollout_log_probs, mask, level)
@@ -93,7 +92,7 @@ def mismatch_kl(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
     """Estimates KL(sampler || trainer) per token, on the sampler's own tokens, (B, T) in float64.
 
     k3 without a clip, exp(d) - 1 - d with d = old - rollout log-probs: never negative, and 0 under the mask.
-    The mean over all tokens, summed over parts, is the metric `rollout/mismatch_kl`.
+    Its mean over all tokens is the metric `rollout/mismatch_kl`.
     """
     difference = _log_ratio(old_log_probs, rollout_log_probs, mask).double()
     return difference.exp() - 1.0 - difference
@@ -106,13 +105,15 @@ def log_prob_diff_max(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Te
 
 
 def largest_weight(weights: Tensor, mask: Tensor) -> Tensor:
-    """Returns the largest weight of an unmasked token, 0-dim; 0 if there is none. Join parts by max."""
+    """Returns the largest weight of an unmasked token, 0-dim; 0 if there is none. Combine parts by their
+    maximum."""
     kept = keep(weights.detach(), mask)
     return kept.amax() if kept.numel() else kept.sum()
 
 
 def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """Returns [sum w, sum w^2, n] of the unmasked tokens, (3,): add parts, then `effective_sample_size`."""
+    """Returns [sum w, sum w^2, n] of the unmasked tokens, (3,). Add up parts, then call
+    `effective_sample_size`."""
     weights = keep(weights.detach(), mask)
     count = mask.bool().sum().to(weights.dtype)
     return torch.stack([masked_sum(weights, mask), masked_sum(weights.square(), mask), count])

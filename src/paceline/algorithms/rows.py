@@ -23,11 +23,11 @@ class SampleRows:
             compare samples by `scores`.
         mask: (B, T).
         group_ids: (B,) integers that mean the same on every rank.
-        log_probs: (B, T) each, by name: "rollout" as sampled; "old", the policy's before the step's first
+        log_probs: (B, T) each, by name: "rollout", the sampler's; "old", the policy's before the step's first
             update, and "reference", if the run computes them; each frozen network's by its name.
         values: (B, T); None without a critic.
         greedy_scores: (B,), scores of the greedy answer to each row's prompt; None without greedy answers.
-        shard: where the rows lie in the whole batch.
+        shard: which rows of the full batch these are.
     """
 
     scores: Tensor

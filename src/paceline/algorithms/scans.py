@@ -1,6 +1,6 @@
 """Computes recurrences over positions, from the last token to the first, in log2(T) steps.
 
-B sequences, T positions. A masked position has no term; it passes the value of the next position on.
+B sequences, T positions. A masked position has no term; it passes on the value of the next position.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paceline.algorithms.statistics import keep
 def discounted_sums(terms: Tensor, mask: Tensor, factor: float | Tensor) -> Tensor:
     """Returns x_t = terms_t + factor x_{t+1} where the mask is 1, else x_{t+1}; (B, T), 0 after the end.
 
-    Neighbours are joined to pairs, pairs to fours and so on, in float64, so the summation order is not that
-    of a loop.
+    Neighbours are combined into pairs, pairs into fours and so on, in float64, so the summation order differs
+    from a loop's.
 
     Args:
         terms: (B, T); ignored where the mask is 0.

@@ -1,4 +1,4 @@
-"""Penalises overlong responses before the advantages, and resamples the batch after them."""
+"""Penalises overlong responses before advantages are estimated, and resamples the batch afterwards."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def resample_indices(
     """Draws the sequences of the resampled batch with replacement (PF-PPO, arXiv:2409.06957).
 
     Compute the advantages first, then index every tensor of the batch with the result (scores, log-probs,
-    advantages). So each sample keeps its advantage, based on its complete group.
+    advantages). This way, each sample keeps the advantage that its complete group gives it.
 
     Args:
         scores: (B,).
         method: "pow": with probability proportional to |score|^power (to 1, if all scores are 0); "max_min":
             uniformly from the sequences with the best and the worst score.
         power: at least 0; 0 draws uniformly.
-        group_ids: (B,) integers: best and worst of each group; None: of the batch. "pow" ignores it.
+        group_ids: (B,) integers; "max_min" then takes the best and worst of each group instead of the batch.
         num_samples: number of draws; None for B.
         generator: a generator on the device of scores; it determines the draw.
 
@@ -60,7 +60,7 @@ def resample_indices(
         (num_samples,) indices into the batch.
 
     Raises:
-        ConfigError: unknown method or impossible number.
+        ConfigError: unknown method, or a number out of range.
         NumericsError: there are no scores, or a score is not finite.
     """
     if method not in RESAMPLING_METHODS:
@@ -74,7 +74,7 @@ def resample_indices(
     require_range("num_samples", number, at_least=1)
     scores = scores.detach().double()
     if method == "pow":
-        # Divided by the largest, so that powers neither overflow nor all become 0.
+        # Dividing by the largest keeps powers from overflowing or all becoming 0.
         largest = scores.abs().max()
         weights = (scores.abs() / largest).pow(power) if bool(largest > 0) else torch.ones_like(scores)
     else:

@@ -31,7 +31,7 @@ def _alone(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowShard:
-    """The rows of a batch that this rank holds; the default is a batch that lies on one rank.
+    """The rows of a batch that this rank holds; by default it holds the full batch.
 
     Attributes:
         all_reduce: adds a small 1-D tensor over all ranks.
@@ -72,8 +72,8 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         mask: the shape of x.
         dim: the dim to reduce; None reduces all and gives a 0-dim tensor.
 
-    Without unmasked entries the mean is 0, so a row of padding is no error. `masked_var`, `masked_whiten` and
-    `aggregate` raise if everything is masked.
+    Without unmasked entries the mean is 0, so a row of padding is not an error. `masked_var`, `masked_whiten`
+    and `aggregate` raise if everything is masked.
     """
     total = masked_sum(x, mask, dim)
     kept = mask.bool().to(total.dtype)
@@ -95,7 +95,7 @@ def masked_whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce = _alone) -> Te
     Masked entries are shifted and scaled, too, and are meaningless; multiply by the mask.
 
     Args:
-        x: (B, T); this rank's rows, maybe none.
+        x: (B, T), this rank's rows, possibly none.
         mask: the shape of x.
         all_reduce: adds a 1-D tensor over all ranks; called twice, by every rank.
 

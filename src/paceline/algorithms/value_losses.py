@@ -12,7 +12,7 @@ from paceline.algorithms.statistics import full_precision, keep, masked_mean
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the squared error of the values; moving further than `clip` from the old ones gains nothing.
+    """Returns the squared error of the values, clipped so that moving further than `clip` gains nothing.
 
     1/2 max((v - R)^2, (clip(v, V_old - c, V_old + c) - R)^2) per token: the value clipping of PPO as run in
     practice (arXiv:2005.12729, section 3).
@@ -25,8 +25,8 @@ def clipped_value_loss(
         clip: c above 0, in units of value.
 
     Returns:
-        Per-token losses (B, T), 0 under the mask, and {"vf_clipfrac": the share of tokens whose clipped
-        error is the larger}, a masked token mean.
+        Per-token losses (B, T), 0 under the mask, and {"vf_clipfrac": the share of unmasked tokens whose
+        clipped error is larger}.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     require_range("clip", clip, above=0.0)

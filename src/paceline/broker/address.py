@@ -60,7 +60,7 @@ def with_password(url: str, environ: Mapping[str, str]) -> str:
 
 
 def check_reach(url: str, *, insecure: bool) -> None:
-    """Refuses a Redis server on another machine that asks for no password, unless that is wanted.
+    """Refuses a Redis server on another machine that asks for no password, unless `insecure` is set.
 
     Raises:
         ConfigError: there is no password, or the address cannot be read.
@@ -83,7 +83,8 @@ def split(url: str) -> SplitResult:
     """Returns the parts of an address.
 
     Raises:
-        ConfigError: it cannot be read; the reason is left out, because it may hold a piece of the password.
+        ConfigError: the address cannot be read; the reason is left out, because it may hold a part of the
+            password.
     """
     try:
         parts = urlsplit(url)

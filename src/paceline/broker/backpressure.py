@@ -23,7 +23,7 @@ async def append_when_room(
     memory and is not exact.
 
     Raises:
-        DeadlineError: the stream was still full after `timeout_s` seconds; names the stream.
+        DeadlineError: a stream was still full after `timeout_s` seconds; the message names it.
     """
     await wait_for_room(broker, messages, max_length=max_length, timeout_s=timeout_s)
     return await broker.append(messages)
@@ -35,7 +35,7 @@ async def wait_for_room(
     """Returns once each of the messages' streams has fewer than `max_length` entries.
 
     Raises:
-        DeadlineError: as `append_when_room`.
+        DeadlineError: as in `append_when_room`.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_PAUSE_S

@@ -2,14 +2,15 @@
 
 A stream is a mailbox. An entry is delivered to one consumer of a group at a time and stays that consumer's
 until it is acknowledged. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at
-least once, and readers must drop repeats by the message's own id. Blobs are plain values beside the streams.
+least once, and readers must drop repeated messages by the messages' own ids. Blobs are plain values beside
+the streams.
 
 A stream can also be read as a log: by position, without taking entries from other readers.
 
 A stream or group that does not exist has no entries: reading it returns [] after the wait, renewing returns
 [], acknowledging does nothing. A reader whose stream is deleted gets no more entries, and no error.
 
-Commands wait through an outage of the server: it may be restarted, fail over, freeze or be full. Every method
+Commands wait through an outage of the server, which may restart, fail over, freeze or be full. Every method
 raises BrokerError when the outage outlasts a bound, or at once if waiting cannot help. An interrupted command
 is repeated, so a message may be stored twice.
 """
@@ -57,7 +58,7 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedPart:
-    """Bytes to save beside an entry that is not finished; they replace everything from `offset` on."""
+    """Bytes to save for an unfinished entry; they replace everything from `offset` on."""
 
     entry_id: str
     offset: int
@@ -113,16 +114,15 @@ class Broker(Protocol):
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves what a consumer has done of its entries so far; returns the ids of those that were saved.
+        """Saves a consumer's progress on its entries; returns the ids of the entries for which it was saved.
 
-        Leaves out entries that are no longer the consumer's, and parts that would leave a gap. The
-        acknowledgement of an entry removes what was saved of it; so does the deletion of its stream. Does not
-        wait through an outage.
+        Leaves out entries that are no longer the consumer's, and parts that would leave a gap. Acknowledging
+        an entry or deleting its stream removes its saved progress. Does not wait through an outage.
         """
         ...
 
     async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
-        """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
+        """Returns the saved progress of an entry that is not acknowledged; b"" if there is none."""
         ...
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
@@ -133,7 +133,7 @@ class Broker(Protocol):
         ...
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
-        """Records that a group which reads the stream as a log has done everything up to `entry_id`.
+        """Records that a group that reads the stream as a log has processed everything up to `entry_id`.
 
         `trim` removes no entry after it. A stream or group that does not exist stays missing.
         """
@@ -151,7 +151,7 @@ class Broker(Protocol):
         ...
 
     async def trim(self, stream: str) -> int:
-        """Removes entries that every group has done; never a pending one. Returns how many."""
+        """Removes the entries that every group has processed, never a pending one; returns how many."""
         ...
 
     async def delete_streams(self, streams: Sequence[str]) -> None:
@@ -182,7 +182,7 @@ class Broker(Protocol):
         ...
 
     async def ping(self) -> None:
-        """Raises BrokerError where the broker does not answer."""
+        """Raises BrokerError if the broker does not answer."""
         ...
 
     async def close(self) -> None:

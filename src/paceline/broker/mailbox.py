@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class Mailbox:
     """One consumer of a group, as a context manager.
 
-    An entry that was taken is this consumer's for `lease_s` seconds; a background task renews the lease until
+    A taken entry belongs to this consumer for `lease_s` seconds; a background task renews the lease until
     `done`, `finish` or `give_back` is called. An entry whose consumer has died goes to another after at most
     1.5 leases. On leaving, entries that are not done are given back at once.
 
@@ -29,9 +29,10 @@ class Mailbox:
         broker: where the stream is.
         stream: name of the stream; stream and group are created if missing.
         group: consumers of one group share the stream; each entry goes to one of them.
-        consumer: unique within the group: two of the same name would renew each other's leases.
+        consumer: name, unique within the group: two consumers of the same name would renew each other's
+            leases.
         lease_s: seconds without renewal after which an entry may go to another consumer.
-        max_entries: most entries that one `take` returns, unless the call says otherwise.
+        max_entries: maximum number of entries that one `take` returns, unless the call says otherwise.
         block_s: how long a `take` waits for a first entry, unless the call says otherwise.
     """
 
@@ -115,7 +116,7 @@ class Mailbox:
             await self._broker.append(messages, ack=ack)
 
     async def save_progress(self, parts: Sequence[SavedPart]) -> list[str]:
-        """Saves what this consumer has done of its entries, so that the next one can continue from there.
+        """Saves this consumer's progress on its entries, so that the next consumer can continue from there.
 
         Returns the ids of the entries whose progress was saved; the others have gone to another consumer.
 
@@ -125,11 +126,11 @@ class Mailbox:
         return await self._broker.save_progress(self._stream, self._group, self._consumer, parts)
 
     async def progress(self, entry: Entry) -> bytes:
-        """Returns what the entry's earlier consumers have saved; b"" if nothing."""
+        """Returns the progress that the entry's earlier consumers have saved; b"" if there is none."""
         return await self._broker.progress(self._stream, self._group, entry.entry_id)
 
     async def give_back(self, entries: Iterable[Entry]) -> None:
-        """Releases entries that could not be served: the first consumer that asks gets them again.
+        """Releases entries that could not be served; the next consumer that asks gets them.
 
         The next delivery increases `Entry.deliveries`. If the broker cannot be reached, the entries are
         delivered again when their leases lapse.
@@ -153,8 +154,7 @@ class Mailbox:
         return fresh
 
     async def _read(self, wanted: int, deadline: float) -> list[Entry]:
-        # Wakes up for the next reclaim, because the lease bounds the recovery time, however long the caller
-        # waits.
+        # Wakes up for the next reclaim, even if the caller waits longer: the lease bounds the recovery time.
         until = min(deadline, self._next_reclaim_s)
         return await self._broker.read(
             self._stream,
@@ -199,7 +199,7 @@ class Mailbox:
 
     @contextmanager
     def _settling(self, entry_ids: Sequence[str]) -> Iterator[None]:
-        # These entries stay leased, because a full server may delay their answers for long.
+        # These entries stay leased, because a full server may delay their answers for a long time.
         self._being_settled.update(entry_ids)
         try:
             yield
@@ -212,7 +212,7 @@ class Mailbox:
         if not entry_ids:
             return
         try:
-            # Their leases lapse anyway. Giving them back is only quicker, and not worth a long wait.
+            # Their leases lapse anyway; giving them back is only faster, and not worth a long wait.
             async with asyncio.timeout(self._lease_s):
                 await self._broker.release(self._stream, self._group, self._consumer, list(entry_ids))
         except (BrokerError, TimeoutError) as error:

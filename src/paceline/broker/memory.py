@@ -51,7 +51,8 @@ _NAMED_STORES: WeakValueDictionary[str, MemoryStore] = WeakValueDictionary()
 
 
 def named_store(name: str) -> MemoryStore:
-    """Returns the store of `memory://NAME`, alive as long as a broker uses it; without a name a new store."""
+    """Returns the store of `memory://NAME`, alive as long as a broker uses it; a new store if there is no
+    name."""
     if not name:
         return MemoryStore()
     return _NAMED_STORES.setdefault(name, MemoryStore())
@@ -61,8 +62,8 @@ class MemoryBroker:
     """Implements `Broker` on dictionaries, within one process.
 
     Args:
-        clock: tells how long an entry has been idle; the waits themselves are real.
-        store: the streams and blobs; None: a new store.
+        clock: measures how long an entry has been idle; waiting always uses real time.
+        store: the streams and blobs; None creates a new store.
     """
 
     def __init__(self, clock: Clock | None = None, *, store: MemoryStore | None = None) -> None:
@@ -189,7 +190,8 @@ class MemoryBroker:
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves what a consumer has done of its entries so far; returns the ids of those that were saved."""
+        """Saves a consumer's progress on its entries; returns the ids of the entries for which it was
+        saved."""
         state, saved = self._group(stream, group) or _Group(), []
         for part in parts:
             pending = state.pending.get(_number(part.entry_id))
@@ -199,7 +201,7 @@ class MemoryBroker:
         return saved
 
     async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
-        """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
+        """Returns the saved progress of an entry that is not acknowledged; b"" if there is none."""
         state = self._group(stream, group) or _Group()
         pending = state.pending.get(_number(entry_id))
         return pending.progress if pending is not None else b""
@@ -211,7 +213,7 @@ class MemoryBroker:
                 state.pending.pop(_number(entry_id), None)
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
-        """Records that a group which reads the stream as a log has done everything up to `entry_id`."""
+        """Records that a group that reads the stream as a log has processed everything up to `entry_id`."""
         state = self._group(stream, group)
         if state is not None:
             state.last_delivered = _number(entry_id)
@@ -230,7 +232,7 @@ class MemoryBroker:
         return not reader.pending and max(state.entries, default=0) <= reader.last_delivered
 
     async def trim(self, stream: str) -> int:
-        """Removes entries that every group has done; never a pending one. Returns how many."""
+        """Removes the entries that every group has processed, never a pending one; returns how many."""
         self._check_open()
         state = self._store.streams.get(stream)
         if state is None or not state.groups:
@@ -267,7 +269,7 @@ class MemoryBroker:
         """Removes every stream and blob whose name begins with `prefix`; returns how many.
 
         Raises:
-            ValueError: an empty prefix, which would empty the store.
+            ValueError: the prefix is empty, which would empty the store.
         """
         self._check_open()
         if not prefix:
@@ -284,7 +286,7 @@ class MemoryBroker:
         return f"memory-{id(self._store):x}"
 
     async def ping(self) -> None:
-        """Raises BrokerError where the broker is closed."""
+        """Raises BrokerError if the broker is closed."""
         self._check_open()
 
     async def close(self) -> None:

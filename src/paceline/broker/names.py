@@ -15,7 +15,8 @@ def prefix(run_id: str) -> str:
 def prompts(run_id: str, version: int | None) -> str:
     """Names the stream of prompt groups for one policy version, which servers at other versions do not read.
 
-    None names the stream for runs with pushes in mid-answer, whose servers may have a newer version.
+    None names the stream of runs that push weights while answers are being sampled; their servers may have a
+    newer version.
     """
     return f"{prefix(run_id)}prompts" + ("" if version is None else f":v{version}")
 
@@ -36,12 +37,13 @@ def val_prompts(run_id: str, version: int) -> str:
 
 
 def val_scored(run_id: str, version: int) -> str:
-    """Names the stream of scored headers of the validation of one policy version, beside training."""
+    """Names the stream of scored headers for the validation of one policy version during training."""
     return f"{prefix(run_id)}val_scored:v{version}"
 
 
 def mailbox(stream: str) -> str:
-    """Strips a stream's name of run and version: prompts, trajectories, scored, val_prompts or val_scored."""
+    """Removes run and version from a stream's name: prompts, trajectories, scored, val_prompts or
+    val_scored."""
     *before, last = stream.split(":")
     return before[-1] if before and last[:1] == "v" and last[1:].isdecimal() else last
 
@@ -73,6 +75,7 @@ def image(run_id: str, image_hash: str) -> str:
 def marker(run_id: str) -> str:
     """Names a blob that the controller stores with the run's first data: without it, the data was lost.
 
-    It says which server process holds the data (`Broker.incarnation`): another may lack the last messages.
+    It names the server process that holds the data (`Broker.incarnation`); another may lack the last
+    messages.
     """
     return f"{prefix(run_id)}marker"

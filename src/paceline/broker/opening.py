@@ -20,9 +20,9 @@ def open_broker(
     on_outage: Say | None = None,
     on_recovery: Say | None = None,
 ) -> Broker:
-    """Makes a broker for redis://, rediss:// or unix:// (`ping` connects, this does not), or memory://[NAME].
+    """Makes a broker for redis://, rediss://, unix:// or memory://[NAME]; only its first command connects.
 
-    Memory brokers of the same name in one process share their streams; without a name each has its own.
+    Memory brokers of the same name in one process share their streams; a broker without a name has its own.
 
     Args:
         timeout_s: how long an attempt of a command waits for the server's answer.

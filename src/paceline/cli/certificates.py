@@ -101,7 +101,7 @@ class Authority:
         """Reads the authority, and creates its successor or switches to it when the time has come.
 
         Raises:
-            ConfigError, EnvironmentLackError: as `load`, or the folder cannot be written.
+            ConfigError, EnvironmentLackError: as in `load`, or the folder cannot be written.
         """
         authority = cls.load(folder)
         begun, end, now = authority.certificate.not_valid_before_utc, authority.end, _now()

@@ -10,7 +10,7 @@ from pydantic_core import core_schema
 
 
 class Section(BaseModel):
-    """A part of the configuration. Unknown keys are errors; values do not change once read."""
+    """A part of the configuration. Unknown keys are errors; values cannot be changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -20,7 +20,7 @@ def _as_list(value: object) -> object:
 
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-"""Paths of data files, or names of data sets; a single one may be written without a list."""
+"""Paths of data files, or names of data sets; a single path or name may be written without a list."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class DataConfig(Section):
     )
     train_sets: TrainSets = Field(
         {},
-        description="In place of train_files: several sets of training prompts by name, each with its "
+        description="Instead of train_files: several sets of training prompts by name, each with its "
         "weight: {math: {files: FILE, weight: 3}, code: FILE}; docs/own-data.md.",
     )
     curriculum: Curriculum = Field(
@@ -45,7 +45,7 @@ class DataConfig(Section):
     )
     val_sets: ValSets = Field(
         {},
-        description="Further held-out prompts by name, each with how often and how they are answered: "
+        description="Further held-out prompts by name, each set with its number of samples and sampling: "
         "{gsm8k: FILE, hard: {files: FILE, n: 8, temperature: 1}}; docs/evaluate.md.",
     )
     prompt_key: str = Field(
@@ -78,7 +78,7 @@ class DataConfig(Section):
     prompt_format: Literal["auto", "chat", "text"] = Field(
         "auto",
         description="chat: through the tokenizer's chat template (a string becomes one user message); "
-        "text: tokenized as it is; auto: chat for lists of messages, text for strings.",
+        "text: tokenized unchanged; auto: chat for lists of messages, text for strings.",
     )
     system_prompt: str | None = Field(
         None,
@@ -93,7 +93,7 @@ class DataConfig(Section):
     max_prompt_length: int = Field(512, gt=0, description="Longest prompt in tokens.")
     max_response_length: int = Field(512, gt=0, description="Longest response in tokens.")
     overlong_prompts: Literal["filter", "error"] = Field(
-        "filter", description="Leave over-long prompts out (and say how many), or refuse to start."
+        "filter", description="Leave overlong prompts out (and report how many), or refuse to start."
     )
     train_batch_size: int = Field(64, gt=0, description="Prompts per step; each gets rollout.n samples.")
     train_max_prompts: int | None = Field(
@@ -120,8 +120,8 @@ class DataConfig(Section):
 
     @property
     def weights_by_step(self) -> tuple[WeightsFrom, ...]:
-        """The weights of the training sets, each with the step from which it holds; the first holds from step
-        1."""
+        """The weights of the training sets, each with the step from which they apply; the first apply from
+        step 1."""
         sets, stages = self.training_sets, self.curriculum
         own = WeightsFrom(step=1, weights=tuple(of.weight for of in sets))
         if isinstance(stages, str):

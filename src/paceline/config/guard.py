@@ -206,7 +206,7 @@ class GuardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_defaults(cls, tree: Any) -> Any:
-        """Lays a rule's given keys over its defaults; `false` (in YAML also `off`) disables one rule or all
+        """Merges a rule's given keys into its defaults; `false` (in YAML also `off`) disables one rule or all
         of them."""
         if isinstance(tree, bool):
             return {"enabled": tree}

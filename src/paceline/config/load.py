@@ -51,8 +51,8 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Returns a copy of a tree with `dotted.key=value` overrides applied; raises ConfigError for another
-    form."""
+    """Returns a copy of a tree with `dotted.key=value` overrides applied; raises ConfigError for a malformed
+    override."""
     changed = copy.deepcopy(dict(tree))
     for override in overrides:
         _override(changed, override)
@@ -94,8 +94,8 @@ def dump_yaml(config: Section) -> str:
 
 
 def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads a file's tree, laid over that of the file which it extends; `below` are the files that extend
-    it."""
+    """Reads a file's tree, merged over the tree of the file that it extends; `below` are the files that
+    extend this one."""
     if source.resolve() in below:
         raise ConfigError(f"{source} extends itself by way of {', '.join(map(str, below))}; break the circle")
     try:

@@ -14,7 +14,7 @@ NUMBER = r"(-?\d+(?:\.\d+)?)"
 """Regular expression for a judge's grade that is a number."""
 
 TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
-"""Names that metrics use for more than one component: `val/reward/mean` is the mean of the weighted sums."""
+"""Names that metrics use for totals, and no component may have: `val/reward/mean` is of the weighted sums."""
 
 
 class ShapedConfig(Section):
@@ -240,8 +240,8 @@ class RewardModelConfig(OutsideConfig):
     def _asks_what_it_is_told(self) -> Self:
         if self.kind == "generative" and self.prompt_file is None:
             raise ValueError(
-                f"the reward model {self.name!r} is a judge (kind: generative): set prompt_file, the text "
-                "with {response} that it is asked"
+                f"the reward model {self.name!r} is a judge (kind: generative): set prompt_file, its "
+                "prompt with {response}"
             )
         fields = type(self).model_fields
         keys = ("prompt_file", "pattern", "words", "max_tokens")

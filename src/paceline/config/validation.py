@@ -50,15 +50,15 @@ class ValSetConfig(Section):
         description="Take part in every k-th validation: with trainer.test_freq: 10 and every: 3, after "
         "steps 30, 60 and so on. All sets take part before step 1 and after the last step.",
     )
-    n: int | None = Field(None, gt=0, description="Samples per prompt; null: as rollout.val.n.")
-    temperature: float | None = Field(None, ge=0, description="null: as rollout.val.temperature.")
-    top_p: float | None = Field(None, gt=0, le=1, description="null: as rollout.val.top_p.")
-    top_k: int | None = Field(None, ge=0, description="null: as rollout.val.top_k.")
-    right_above: float | None = Field(None, description="null: as rollout.val.right_above.")
+    n: int | None = Field(None, gt=0, description="Samples per prompt; null: rollout.val.n.")
+    temperature: float | None = Field(None, ge=0, description="null: rollout.val.temperature.")
+    top_p: float | None = Field(None, gt=0, le=1, description="null: rollout.val.top_p.")
+    top_k: int | None = Field(None, ge=0, description="null: rollout.val.top_k.")
+    right_above: float | None = Field(None, description="null: rollout.val.right_above.")
     max_response_length: int | None = Field(
         None,
         gt=0,
-        description="Longest response in tokens, which may exceed data.max_response_length; null: as "
+        description="Longest response in tokens, which may exceed data.max_response_length; null: "
         "data.max_response_length. Not for episodes, whose limits are in rollout.episode.",
     )
     reward: Annotated[ScorersConfig | None, BeforeValidator(_function_alone)] = Field(
@@ -106,7 +106,7 @@ def reward_key(name: str) -> str:
 
 @contextmanager
 def naming_set(name: str) -> Iterator[None]:
-    """Puts the key of a set's reward before the message of a ConfigError; "" is the run's own reward."""
+    """Prefixes the message of a ConfigError with the key of a set's reward; "" is the run's own reward."""
     try:
         yield
     except ConfigError as error:
@@ -117,7 +117,7 @@ def naming_set(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutSet:
-    """A set of held-out prompts with everything that holds for it.
+    """A set of held-out prompts with all settings that apply to it.
 
     Attributes:
         name: "" for the set of data.val_files.

@@ -1,1 +1,1 @@
-"""The domain: identities, policy versions, trajectories, errors and clocks; plain Python, nothing else."""
+"""The domain: identities, policy versions, trajectories, errors and clocks, in plain Python."""

@@ -17,9 +17,9 @@ class Card:
     """A GPU's rates, as its vendor publishes them.
 
     Attributes:
-        name: part of the name that the driver gives it.
-        num_bytes: number of bytes of its memory, as the driver counts them.
-        bandwidth: bytes per second of its memory.
+        name: part of the name that the driver reports.
+        num_bytes: size of its memory in bytes, as the driver counts them.
+        bandwidth: memory bandwidth in bytes per second.
         flops: dense bfloat16 operations per second.
         link: bytes per second to another GPU of its host, in one direction.
         is_measured: whether training steps were timed on it; other cards are expected to reach the same share
@@ -68,10 +68,10 @@ def card_of(name: str) -> Card | None:
 
 
 def read_gpus(words: str) -> tuple[int, Card]:
-    """Reads the number and card of words such as "2xH100".
+    """Reads a number and a card from words such as "2xH100".
 
     Raises:
-        ConfigError: the words have another form, or the card is unknown.
+        ConfigError: the words have a different form, or the card is unknown.
     """
     match = re.fullmatch(r"(?:([1-9]\d*) *x *)?([a-zA-Z].*)", words.strip())
     card = None

@@ -48,7 +48,7 @@ class EnvironmentLackError(PacelineError, RuntimeError):
 
 
 GIVEN_ERRORS = (ConfigError, DataError, ModelError, EnvironmentLackError)
-"""Errors in the run's inputs: starting it again without a change fails in the same way."""
+"""Errors in the run's inputs; a restart without a change fails in the same way."""
 
 
 EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL, EXIT_AGAIN = 1, 2, 3, 4
@@ -59,8 +59,8 @@ def exit_code(error: BaseException) -> int:
     """Returns a process's exit code, which says whether starting the process again can help.
 
     2: inputs or the machine are unusable (GIVEN_ERRORS). 3: the run itself cannot continue, because of a
-    guard rule, impossible numbers, or a checkpoint that does not fit. 4: a start failed for a reason that may
-    be gone at the next start. 1: any other error, which a restart may fix.
+    guard rule, impossible numbers, or a checkpoint that does not fit. 4: the start failed, but the next one
+    may succeed. 1: any other error, which a restart may fix.
     """
     if isinstance(error, BaseExceptionGroup):
         return min(exit_code(part) for part in error.exceptions)
@@ -87,7 +87,7 @@ class InvalidMessageError(ProtocolError, ValueError):
 
 
 class IllegalTransitionError(ProtocolError):
-    """A state machine was asked for a transition that it does not have; names both states."""
+    """A state machine was asked for an illegal transition; the message names both states."""
 
 
 class VersionMismatchError(ProtocolError):
@@ -126,7 +126,7 @@ class PeerLostError(PacelineError, ConnectionError):
 
 
 class FailedStartError(PeerLostError):
-    """A start failed because something died or changed during it: the next may succeed."""
+    """The start failed because something died or changed during it; the next one may succeed."""
 
 
 class BrokerError(PacelineError, ConnectionError):

@@ -1,4 +1,4 @@
-"""The built-in advantage estimators: what each needs; `paceline.algorithms.advantages` has the functions."""
+"""Lists the needs of each built-in advantage estimator; `paceline.algorithms.advantages` computes them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class EstimatorTraits:
     """What an advantage estimator takes and needs.
 
     Attributes:
-        options: its options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
-        needs: what a run must have for it, as in `Algorithm.needs`.
-        of_group: whether a prompt's advantages follow only from its own samples.
+        options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
+        needs: what a run must provide, as in `Algorithm.needs`.
+        of_group: whether a prompt's advantages depend only on its own samples.
     """
 
     options: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 _RESAMPLES, _VOTES = 2000, 200
-# Draws that are in memory at once.
+# Number of bootstrap draws in memory at once.
 _DRAWS = 1_000_000
 _LEVEL = 0.95
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -29,9 +29,9 @@ class EvaluatedAnswer:
     Attributes:
         prompt: number of the prompt, unique in its set.
         reward: None if the answer could not be scored.
-        final: the response's `final_answer`; None where its text is not known.
+        final: the response's `final_answer`; None if its text is unknown.
         num_tokens: number of tokens that the policy sampled.
-        is_cut: whether the response ended at the longest length that it may have.
+        is_cut: whether the response reached its length limit.
     """
 
     prompt: int
@@ -52,7 +52,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
-    """What was measured on a set of prompts.
+    """The results measured on a set of prompts.
 
     Attributes:
         num_prompts: prompts with at least one scored answer.
@@ -78,7 +78,7 @@ class EvaluationResult:
     cut: Estimate
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the same as plain data."""
+        """Returns the result as plain data."""
         return asdict(self)
 
     def of_rewards(self) -> dict[str, float]:
@@ -112,8 +112,8 @@ def evaluate(
         answers: answers to prompts of the set, in any order; those without a reward are left out.
         num_asked: number of prompts in the set.
         right_above: an answer with a reward above this is right.
-        samples_votes: also compute maj@k for fewer answers than there are, which takes 200 draws per prompt
-            and k.
+        samples_votes: whether to compute maj@k also for k below the number of answers, with 200 draws per
+            prompt and k.
         with_intervals: whether to compute intervals; their ends are NaN otherwise.
 
     Raises:
@@ -188,13 +188,13 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_at_k(finals: Sequence[str], right: Sequence[bool], k: int) -> float:
-    """Returns how often the most frequent final answer of k is right; ties count with their mean.
+    """Returns the probability that the most frequent of k final answers is right; ties are averaged.
 
-    If there are more than k answers, it is the mean over 200 fixed draws of k without replacement.
+    With more than k answers, this is the mean over 200 fixed draws of k without replacement.
 
     Args:
-        finals: the final answer in each response; "" where it has none, which takes no part in the vote.
-        right: whether each response is right; an answer is as right as the responses that give it.
+        finals: the final answer in each response; "" if it has none, in which case it has no vote.
+        right: whether each response is right; an answer counts as the share of its responses that are right.
     """
     if k >= len(finals):
         return _vote(finals, right)
@@ -255,7 +255,7 @@ def _intervals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _powers(most: int) -> list[int]:
-    """Returns 1, 2, 4 and so on up to `most`, which is always the last."""
+    """Returns the powers of two below `most`, then `most`."""
     powers = [2**exponent for exponent in range(most.bit_length()) if 2**exponent < most]
     return [*powers, most]
 

@@ -39,16 +39,16 @@ class Sense(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One number that is judged.
+    """A number that the guard judges.
 
     Attributes:
-        metric: its name; for an optimizer step, the name of its metric.
-        relative: a bound is a multiple of `scale`.
-        scale: the reference of a relative rule, in words.
-        absolute: the number's size is judged, not its sign: a KL estimated by k1 can come out negative.
+        metric: the number in words, or its key among the metrics (of an optimizer step, if it judges those).
+        relative: whether bounds are multiples of `scale`.
+        scale: the reference value of a relative rule, in words.
+        absolute: whether the absolute value is judged, because a KL estimate by k1 can be negative.
         networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step
             as a whole.
-        of_validation: it judges a validation, each set of held-out prompts by itself, and no update.
+        of_validation: whether it judges validations, each set of held-out prompts separately, and no updates.
         actions: actions that the rule may take.
     """
 
@@ -132,7 +132,7 @@ class RuleLimits:
 
     Attributes:
         bounds: the bound of each action.
-        patience: for how many steps in a row a bound must be crossed before any action beyond SKIP is taken.
+        patience: number of consecutive steps that must cross a bound before an action beyond SKIP is taken.
     """
 
     bounds: Mapping[Action, float]
@@ -141,14 +141,14 @@ class RuleLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A rule's number in one step; the worst if there are several.
+    """A rule's number in one step; the worst one if there are several.
 
     Attributes:
         network: "actor" or "critic" where the rule judges optimizer steps, the name of a set of held-out
             prompts where it judges a validation, else "".
         reference: the reference value of a relative rule; 0 for others.
         num_skipped: optimizer steps that the rule skipped; batches if the rule looks at the whole batch.
-        detail: what the number was read from, in words; "" if the rule says it.
+        detail: where the number comes from, in words; "" if the rule says so itself.
     """
 
     rule: str
@@ -172,7 +172,7 @@ class Reading:
 def crossed(limits: RuleLimits, reading: Reading) -> tuple[Action, ...]:
     """Returns the actions whose bound is crossed, mildest first.
 
-    A value that is not a number crosses nothing; the rule `non_finite` counts those.
+    NaN crosses no bound; the rule `non_finite` counts such values.
     """
     rule = RULES[reading.rule]
     actions = []
@@ -232,7 +232,8 @@ class Histories:
     _values: dict[str, deque[float]] = field(default_factory=dict)
 
     def reference(self, name: str) -> float | None:
-        """Returns the median of the values; None if they are too few (`min_history`) or it is not above 0."""
+        """Returns the median of the values; None if there are fewer than `min_history`, or if it is not above
+        0."""
         values = self._values.get(name, ())
         if len(values) < self.min_history:
             return None
@@ -253,7 +254,7 @@ class Histories:
         return sum(1 for _ in itertools.takewhile(lambda other: other == value, values))
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Returns what a checkpoint keeps of the histories."""
+        """Returns the histories as a checkpoint stores them."""
         return {name: list(values) for name, values in sorted(self._values.items())}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:

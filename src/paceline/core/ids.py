@@ -14,7 +14,7 @@ class Purpose(enum.StrEnum):
     """What a prompt group is generated for, where Paceline itself asks for it.
 
     TRAIN: for training. GREEDY: one greedy answer to a training prompt, whose score is a baseline (ReMax); it
-    is never trained on. VALIDATE: for measuring. A dataflow names further ones (`check_purpose`).
+    is never trained on. VALIDATE: for measuring. A dataflow may name others (`check_purpose`).
     """
 
     TRAIN = "train"
@@ -23,13 +23,13 @@ class Purpose(enum.StrEnum):
 
 
 NEVER_TRAINED = (Purpose.GREEDY.value, Purpose.VALIDATE.value)
-"""Purposes whose samples are no rows of a batch."""
+"""Purposes whose samples never become rows of a batch."""
 
 _PURPOSE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def check_purpose(name: str) -> str:
-    """Returns a purpose's name as it is; raises ValueError if no group can have it."""
+    """Returns a purpose's name unchanged; raises ValueError if the name is not allowed."""
     if not _PURPOSE.fullmatch(name):
         raise ValueError(
             f"a purpose is named {name[:40]!r}; write a lower-case letter, then at most 31 lower-case "
@@ -70,8 +70,8 @@ def sample_seed(
 ) -> int:
     """Returns the sampling seed of one trajectory, in [0, 2**31).
 
-    A sample that is repeated after a crash gets the same tokens on any server. The same prompt gets other
-    tokens in a later step, and for another purpose.
+    A sample that is repeated after a crash gets the same tokens on any server. The same prompt gets different
+    tokens in a later step or for another purpose.
     """
     words = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
     if purpose not in tuple(Purpose):

@@ -27,7 +27,7 @@ class RolloutState(enum.Enum):
 
 
 class EnginePart(enum.Enum):
-    """A part of an engine's GPU memory that it can give up and take again."""
+    """A part of an engine's GPU memory that the engine can release and take again."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -57,12 +57,12 @@ MemberState = RolloutState | LearnerState | RewardState
 READY_STATES: frozenset[MemberState] = frozenset(
     {RolloutState.STALE, RolloutState.SERVING, LearnerState.READY, RewardState.SERVING}
 )
-"""States in which a member can be given work, or the weights that it needs for work."""
+"""States in which a member can be given work, or the weights that the work needs."""
 
 STARTING_STATES: frozenset[MemberState] = frozenset(
     {RolloutState.JOINING, LearnerState.LOADING, RewardState.STARTING}
 )
-"""States in which a member imports and loads, which can delay its heartbeats for seconds"""
+"""States in which a member imports modules or loads a model; both can delay its heartbeats for seconds"""
 
 RECEIVABLE_STATES = frozenset(
     {RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING, RolloutState.ASLEEP}
@@ -86,11 +86,11 @@ class GpuUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a process and those that it has started use of their machine.
+    """The resources that a process and its children use on their machine.
 
     Attributes:
-        cpu_seconds: since they began.
-        memory_bytes: resident; pages that they share count for each of them.
+        cpu_seconds: CPU time since they started.
+        memory_bytes: resident memory; a shared page counts once per process.
         gpus: GPUs that the process may use.
     """
 
@@ -104,8 +104,8 @@ class RankRef:
     """A rank of a weight group; str() is its name in sentences.
 
     Attributes:
-        kind: LEARNER or ROLLOUT; None if not even that is known.
-        number: its place among the ranks of that kind; None if it is not known.
+        kind: LEARNER or ROLLOUT; None if unknown.
+        number: its index among the ranks of that kind; None if unknown.
     """
 
     kind: MemberKind | None
@@ -124,7 +124,7 @@ SOME_MEMBER = RankRef(None)
 
 
 class LocalPart(enum.Enum):
-    """A part of the member that reports an error: the failure is that member's own."""
+    """A part of the reporting member, which an error names when the failure is the member's own."""
 
     ENGINE = "the engine"
     DEVICE = "the device"
@@ -134,7 +134,7 @@ class LocalPart(enum.Enum):
 
 
 Peer = str | RankRef | LocalPart
-"""What an error names: a rank of a weight group, a part of the reporting member, a member by its id, or
+"""What an error blames: a rank of a weight group, a part of the reporting member, a member by its id, or
 anything else by its name."""
 
 
@@ -150,7 +150,7 @@ def peer_to_plain(peer: Peer) -> str | list[str | int | None]:
 
 
 def peer_from_plain(plain: str | Sequence[object]) -> Peer:
-    """Reads what `peer_to_plain` made; raises ValueError where it is something else."""
+    """Reads what `peer_to_plain` returned; raises ValueError on anything else."""
     if isinstance(plain, str):
         return plain
     kind, number = plain

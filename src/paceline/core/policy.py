@@ -1,4 +1,4 @@
-"""Policy versions: which weights a token was drawn from."""
+"""Policy versions, which say from which weights a token was drawn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PolicyRange:
     end: int
 
     def to_plain(self) -> list[str | int]:
-        """Returns policy, first token and end, as the journal has them."""
+        """Returns policy, first token and end, as the journal records them."""
         return [str(self.policy), self.first, self.end]
 
     @classmethod
@@ -55,7 +55,7 @@ def range_fault(ranges: Iterable[PolicyRange], num_tokens: int | None = None) ->
     """Says what is wrong with the ranges of a response; "" if each begins where the one before it ends.
 
     Args:
-        num_tokens: number of tokens of the response; None: not known.
+        num_tokens: number of tokens of the response; None if unknown.
     """
     end, version = 0, -1
     for part in ranges:

@@ -1,4 +1,4 @@
-"""Ranges of ports, as settings and variables have them: FIRST-LAST."""
+"""Ranges of ports, which settings and variables give as FIRST-LAST."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_ports(words: str) -> range:
     """Reads a range such as "20000-20999".
 
     Raises:
-        ConfigError: it has another form, or names no ports.
+        ConfigError: the words have a different form, or are not ports.
     """
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", words.strip())
     ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
@@ -21,5 +21,5 @@ def read_ports(words: str) -> range:
 
 
 def in_words(ports: range) -> str:
-    """Returns the range as `read_ports` reads it."""
+    """Writes the range in the form that `read_ports` reads."""
     return f"{ports[0]}-{ports[-1]}"

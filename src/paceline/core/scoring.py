@@ -1,4 +1,4 @@
-"""What a scorer is asked and what it answers: the domain side of `RewardService.Score`."""
+"""The requests to a scorer and its answers: the domain types behind `RewardService.Score`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REWARD_CONTRACT = 2
 """Version of the contract of reward services; version 1 had neither a description nor groups."""
 
 MAX_ITEMS_PER_CALL = 65536
-"""Most items of a call of `Score`, and most results in a message of an attached client."""
+"""Maximum number of items in a call of `Score`, and of results in a message of an attached client."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class ScoreItem:
 
     `extra` holds the data row's other columns: values that JSON can express. Items of a call with the same
     `group` are all samples of one prompt; an item without a group is scored by itself. `val_set` names the
-    set of data.val_sets that the prompt belongs to; "" for all other prompts.
+    set of data.val_sets to which the prompt belongs; "" for all other prompts.
     """
 
     trajectory_id: str
@@ -40,7 +40,7 @@ class ScoreItem:
 
 
 def groups_of(items: Sequence[ScoreItem]) -> list[list[int]]:
-    """Returns each group's item indices, by the index of its first; an item without a group is alone."""
+    """Returns the item indices of each group, ordered by its first item; an item without a group is alone."""
     groups: dict[tuple[str, int], list[int]] = {}
     for place, item in enumerate(items):
         key = (item.group, 0) if item.group else ("", place)
@@ -52,8 +52,8 @@ def groups_of(items: Sequence[ScoreItem]) -> list[list[int]]:
 class ScoreResult:
     """A scorer's answer for one item: either `reward` is a finite number and `error` None, or the reverse.
 
-    `placed` says which parts of the reward belong where: (end, part) for a step of the response that ends
-    before character `end`. The rest of the reward belongs to the response's end.
+    `placed` assigns parts of the reward to steps of the response: (end, part) for the step that ends before
+    character `end`. The rest of the reward belongs to the response's end.
     """
 
     trajectory_id: str
@@ -68,11 +68,11 @@ class RewardDescription:
     """A reward service's description of itself.
 
     Args:
-        contract: the version of the contract that it speaks.
-        name: its own, for logs.
-        data_sources: what it scores; none: everything.
+        contract: version of the contract that the service speaks.
+        name: the service's name, for logs.
+        data_sources: the data sources that it scores; all if empty.
         groups: whether it scores the items of a group together.
-        version: version of its computation; "" if it does not say.
+        version: version of its computation; "" if it states none.
     """
 
     contract: int = REWARD_CONTRACT

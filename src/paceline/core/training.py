@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRow:
-    """One trajectory of the batch: where its arrays lie, how long it is, what it scored.
+    """One trajectory of the batch: where its arrays are, how long it is, and its score.
 
     Attributes:
         blob_digest: digest of the blob's bytes, as 32 hexadecimal digits.
@@ -42,10 +42,10 @@ class BatchRow:
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
-    """Identifies a batch: BLAKE2b of the policy and, row by row, of trajectory, blob digest and scores.
+    """Identifies a batch: BLAKE2b of the policy and of each row's trajectory, blob digest and scores.
 
     Returns:
-        32 hexadecimal digits; equal for batches that train alike, whatever keys their blobs have.
+        32 hexadecimal digits; equal for batches that train alike, even if the keys of their blobs differ.
     """
     digest = hashlib.blake2b(f"{policy}\n".encode(), digest_size=DIGEST_BYTES)
     for row in rows:
@@ -64,7 +64,7 @@ class TrainOrder:
 
     Attributes:
         rows: ordered by (prompt id, sample index).
-        adjustments: what the guard has changed of the configuration.
+        adjustments: the guard's changes to the configuration.
         digest: digest of policy and rows, see `batch_digest`; it identifies a repeated order.
     """
 
@@ -83,10 +83,10 @@ class ChunkOrder:
     """Asks for the work ahead on a chunk of step `step`, whose batch is not complete yet.
 
     Attributes:
-        first_row: the place of the first row in the batch, if no group before it is dropped.
+        first_row: index of the first row in the batch, if no group before it is dropped.
         rows: rows of the chunk, ordered as in the batch.
-        with_gradient: also computes the gradient, if the chunks before it have theirs.
-        adjustments: what the guard will have changed in that step.
+        with_gradient: whether to compute the gradient, too, once the chunks before it have theirs.
+        adjustments: the guard's changes to the configuration in that step.
     """
 
     step: int
@@ -99,10 +99,10 @@ class ChunkOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What a training step reports; the same on every rank, apart from timings.
+    """The result of a training step; the same on every rank, apart from timings.
 
     Attributes:
-        skip_reasons: why optimizer steps were not taken, one entry per skipped step.
+        skip_reasons: why optimizer steps were skipped, one entry per skipped step.
         readings: the guard's numbers, the worst of each rule and network.
     """
 

@@ -45,7 +45,7 @@ def fast_decoder(tokenizer: Tokenizer) -> Decoder:
     for text, number in backend.get_vocab(with_added_tokens=True).items():
         try:
             tokens[number] = bytes(map(bytes_of.__getitem__, text))
-        except KeyError:  # an added token outside the byte alphabet is its own text
+        except KeyError:  # an added token outside the byte alphabet stands for its own text
             tokens[number] = text.encode()
     added = backend.get_added_tokens_decoder()
     decoder = ByteDecoder(tokens, [number for number, token in added.items() if token.special])

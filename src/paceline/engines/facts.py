@@ -10,7 +10,7 @@ from paceline.service import packages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SystemLibrary:
-    """A library of the system, its file and how to install it."""
+    """A system library: its file, and how to install it."""
 
     name: str
     file: str
@@ -19,31 +19,31 @@ class SystemLibrary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """Describes an engine, torch-free and without importing it.
+    """Describes an engine without importing the engine or torch.
 
-    An engine's functions are named as "module:function" and imported on use, by a rollout server or its check
+    An engine's functions are named as "module:function" and imported on use by a rollout server or its check
     (`paceline.rollout.engines.loading`).
 
     Attributes:
-        title: its name in messages.
-        package: the package that Python imports.
-        gpu_build: the distribution that has it for GPUs; "" where there is none.
-        cpu_build: the distribution that has it for CPUs, under the same import name; "" where there is none.
-        cpu_library: a library of the system that the build for CPUs loads.
+        title: the engine's name in messages.
+        package: the engine's package in Python.
+        gpu_build: the distribution with the build for GPUs; "" if there is none.
+        cpu_build: the distribution with the build for CPUs, under the same import name; "" if there is none.
+        cpu_library: a system library that the build for CPUs loads.
         start: an `async def start(config: RunConfig) -> Engine`.
         check: a `def check(config: RunConfig) -> None` that raises ConfigError for settings that the engine
             cannot run with; it must not need the engine itself, because `paceline check` also runs without
             it.
         begin: a `def begin() -> None` to call while the process has no threads; "" for none.
-        score: a `def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float` that compares its
-            log-probs on a CPU with given ones; "" if the engine cannot.
-        process_word: word in the command line that identifies its process among a server's children; "" if it
-            runs in the server's own process.
+        score: a `def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float` that compares the
+            engine's log-probs on a CPU with given ones; "" if the engine cannot.
+        process_word: word in the command line that identifies the engine's process among a server's children;
+            "" if the engine runs in the server's own process.
         cache_argument: the argument of `rollout.engine_kwargs` that fixes the KV cache's bytes; "" if there
             is none, and the engine computes them from its share of the GPU.
-        prefill_tokens: prompt tokens that it computes at a time on a GPU by default.
-        rest_bytes: least GPU memory for its activations and CUDA graphs.
-        asleep_bytes: GPU memory that it keeps while asleep, for its context and captured graphs.
+        prefill_tokens: number of prompt tokens that the engine computes at a time on a GPU by default.
+        rest_bytes: minimum GPU memory for its activations and CUDA graphs.
+        asleep_bytes: GPU memory that the engine keeps while asleep, for its context and captured graphs.
     """
 
     title: str

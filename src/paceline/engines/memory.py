@@ -1,4 +1,5 @@
-"""The memory of an engine on its GPU, for the planner and for the learner that makes room for it."""
+"""The memory of an engine on its GPU, for the planner and for the learner that frees memory for the
+engine."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ class EngineMemory:
     Attributes:
         weights: bytes of the weights in the type used for computing.
         bytes_per_token: bytes per token in the KV cache.
-        sampler: peak memory of sampling a whole batch: two rows of numbers and log-probabilities per
-            sequence, four rows of integers if all sequences begin at once, and the largest logit and a sum
-            per slice of the vocabulary. The kernels keep no table of the vocabulary.
-        rest: activations and CUDA graphs. At its start, an engine samples once for all sequences with its own
-            sampler, and keeps that memory for activations (logits and four float32 tables).
+        sampler: peak memory of sampling a full batch: two rows of numbers and log-probabilities per sequence,
+            four rows of integers if all sequences begin at once, and the largest logit and a sum per slice of
+            the vocabulary. The kernels keep no table of the vocabulary.
+        rest: activations and CUDA graphs. When it starts, an engine samples once for all sequences with its
+            own sampler, and reuses that memory for activations (logits and four float32 tables).
     """
 
     weights: int
@@ -72,7 +73,7 @@ class EngineMemory:
 
     @classmethod
     def of_numbers(cls, config: RunConfig, numbers: int) -> EngineMemory:
-        """Plans from the number of weights, if their shapes are unknown."""
+        """Plans from the number of weights only, if their shapes are unknown."""
         return cls(
             weights=-(-numbers * _bytes_per_number(config) // config.rollout.tensor_model_parallel_size),
             rest=max(facts.rest_bytes for facts in _engines(config)),
@@ -104,13 +105,13 @@ class EngineMemory:
         return {**rest, "kv cache": budget - sum(rest.values())}
 
     def woken(self, parts: Collection[EnginePart], config: RunConfig, total: int, measured: int = 0) -> int:
-        """Returns the bytes that an engine takes on top when parts of it wake, with a margin.
+        """Returns the additional bytes that an engine takes when parts of it wake, with a margin.
 
         Args:
-            parts: the parts that wake; the margin is added for any of them.
+            parts: the parts that wake.
             config: configuration of the run.
             total: bytes of the GPU.
-            measured: the most bytes that an engine of the run was seen to take at once; 0 if none was.
+            measured: most bytes that an engine of the run was observed to take at once; 0 if unknown.
         """
         weights = self.weights if EnginePart.WEIGHTS in parts else 0
         cache = self._woken_cache(config, total, measured) if EnginePart.KV_CACHE in parts else 0
@@ -127,7 +128,7 @@ class EngineMemory:
 
 
 def fixed_cache(config: RunConfig) -> int | None:
-    """Returns the most bytes that `rollout.engine_kwargs` fix for a KV cache; None: an engine measures."""
+    """Returns the most bytes that `rollout.engine_kwargs` fix for a KV cache; None if one measures."""
     sizes = [
         one.rollout.engine_kwargs.get(facts.cache_argument)
         for one, facts in zip(config.by_engine, _engines(config), strict=True)

@@ -21,7 +21,7 @@ ENGINES: Final[dict[str, EngineFacts]] = {
 
 
 def engine_facts(name: str) -> EngineFacts:
-    """Returns what is known of an engine.
+    """Returns the facts about an engine.
 
     Raises:
         ConfigError: there is no engine of this name.

@@ -1,4 +1,4 @@
-"""SGLang, as the rest of the program knows it; `paceline.rollout.engines.sglang` runs it."""
+"""Describes SGLang to the rest of the program; `paceline.rollout.engines.sglang` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM, as the rest of the program knows it; `paceline.rollout.engines.vllm` runs it."""
+"""Describes vLLM to the rest of the program; `paceline.rollout.engines.vllm` runs it."""
 
 from __future__ import annotations
 

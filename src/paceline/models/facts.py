@@ -21,28 +21,29 @@ _MIXTRAL_NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """What learner, engine, sizing and checks know about a family in addition to its config.json.
+    """Facts about a family that learner, engine, sizing and checks need in addition to its config.json.
 
     Attributes:
         name: name in messages.
         is_tested: whether the learner trains the family without `model.trust_architecture`.
-        takes_images: a vision tower turns the prompt's images into states of tokens.
-        has_projection_bias: the projections to queries, keys and values have a bias.
-        has_all_biases: the output projection, routers and experts have biases, too.
-        has_head_norms: queries and keys are normalised, head by head.
-        has_joint_norms: queries and keys are normalised, all heads together.
-        alternates_windows: in an engine, every second layer has no window, whatever layer_types says.
-        clamps_mlp: an MLP clamps its gate and its other half, and keeps both for the backward pass.
-        has_sinks: attention has, per head, the score of a token without a value.
-        weighs_shared_expert: the MLP that all tokens use has a weight per token, like an expert.
+        takes_images: whether a vision tower turns the prompt's images into states of tokens.
+        has_projection_bias: whether the projections to queries, keys and values have a bias.
+        has_all_biases: whether the output projection, routers and experts have biases, too.
+        has_head_norms: whether queries and keys are normalised per head.
+        has_joint_norms: whether queries and keys are normalised over all heads together.
+        alternates_windows: whether every second layer has no window in an engine, whatever layer_types says.
+        clamps_mlp: whether an MLP clamps both of its halves, and keeps them for the backward pass.
+        has_sinks: whether each attention head has a sink: the score of a token without a value.
+        weighs_shared_expert: whether the MLP that all tokens use has a weight per token, like an expert.
         multiplies_logits: `logits_scaling` multiplies the logits; in other families it divides them.
-        stored_names: pairs of parts of tensor names, in transformers' model and in checkpoints.
-        stacks_experts: checkpoints also store all experts of a layer in one tensor per projection.
-        keys_for_engines: keys with values that engines need in config.json and transformers does not write.
-        has_layers_of_own_sizes: layers differ in the sizes of their heads, keys or MLPs, or in kind.
-        has_states: some layers have a state per sequence, which each token updates.
-        has_uniform_cache: in an engine all layers keep keys and values of every token.
-        has_longer_window_in_engines: sliding windows are one token longer in engines than in transformers.
+        stored_names: parts of tensor names, as pairs: in transformers' model, in checkpoints.
+        stacks_experts: whether checkpoints also store all experts of a layer in one tensor per projection.
+        keys_for_engines: keys and values that engines need in config.json but transformers does not write.
+        has_layers_of_own_sizes: whether layers differ in kind, or in the sizes of heads, keys or MLPs.
+        has_states: whether some layers have a state per sequence, which each token updates.
+        has_uniform_cache: whether all layers keep keys and values of every token in an engine.
+        has_longer_window_in_engines: whether sliding windows are one token longer in engines than in
+            transformers.
     """
 
     name: str = ""
@@ -146,12 +147,14 @@ _UNKNOWN = ModelFamily(is_tested=False)
 
 
 def family_of(model_type: Any) -> ModelFamily:
-    """Returns what is known of the `model_type` of a config.json; an unknown one is the plain decoder."""
+    """Returns the facts about the `model_type` of a config.json; those of the plain decoder if it is
+    unknown."""
     return FAMILIES.get(str(model_type), _UNKNOWN)
 
 
 def family_in(folder: Path) -> ModelFamily:
-    """Returns what is known of the language model in this folder; the plain decoder without a config.json."""
+    """Returns the facts about the language model in a folder; those of the plain decoder without
+    config.json."""
     tree = config_tree(folder)
     return family_of((tree.get("text_config") or tree).get("model_type"))
 

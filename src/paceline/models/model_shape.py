@@ -14,7 +14,7 @@ _FLOAT32_STATES = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerShape:
-    """The sizes of a Qwen2.5-VL's vision tower. `width`: numbers of a patch; `out`: of an image's token."""
+    """The sizes of Qwen2.5-VL's vision tower. `width`: numbers per patch; `out`: numbers per image token."""
 
     hidden: int
     intermediate: int
@@ -27,7 +27,7 @@ class TowerShape:
     def of(cls, tree: Mapping[str, Any]) -> TowerShape:
         """Reads the tower from the `vision_config` of config.json.
 
-        Missing entries have transformers' defaults.
+        Missing entries get transformers' defaults.
 
         Raises:
             KeyError, TypeError, ValueError: it has other names for its sizes.
@@ -45,7 +45,7 @@ class TowerShape:
 
     @property
     def num_parameters(self) -> int:
-        """Patch embedding, layers and merger."""
+        """Number of parameters of patch embedding, layers and merger."""
         attention = 4 * self.hidden * (self.hidden + 1)
         mlp = 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
         merged = self.hidden * self.patches_per_token
@@ -55,13 +55,13 @@ class TowerShape:
 
     @property
     def patches_per_token(self) -> int:
-        """Patches that a token of an image stands for."""
+        """Number of patches that one image token represents."""
         return self.merge_size**2
 
     def activations(self, num_patches: int, bytes_per_number: int) -> int:
         """Returns the bytes of a forward pass over `num_patches` patches without a backward pass.
 
-        The result is the largest need of three parts: the patch embedding, which copies the pixels; rotary
+        The result is the maximum over three parts: the patch embedding, which copies the pixels; rotary
         embedding and attention; the MLP. The float32 pixels themselves stay on the GPU.
         """
         embedding = 4 * self.width * bytes_per_number
@@ -119,12 +119,12 @@ class LatentShape:
 
     @property
     def norms(self) -> int:
-        """Size of the latent vectors together, and so of the weights of their norms."""
+        """Total size of the latent vectors, and so of the weights of their norms."""
         return self.q_rank + self.kv_rank
 
     @property
     def activations(self) -> int:
-        """Numbers per token that the projections leave for the backward pass.
+        """Numbers per token that the projections keep for the backward pass.
 
         They are query, key, value and result of each head, the latent vectors, and what their norms keep.
         """
@@ -132,7 +132,7 @@ class LatentShape:
 
     @property
     def absorbed(self) -> int:
-        """Numbers of a layer that an engine keeps twice: it computes with its own form of `kv_b_proj`."""
+        """Numbers of a layer that an engine keeps twice, because it has its own form of `kv_b_proj`."""
         return self.kv_rank * self.num_heads * (self.nope + self.value)
 
 
@@ -142,16 +142,17 @@ class ModelShape:
 
     Attributes:
         intermediate: width of a layer's MLP, or of an expert.
-        num_experts: per layer; 0 without.
-        num_chosen: experts that are active per token.
-        shared: width of the MLP beside the experts, which all tokens use.
-        weighs_shared: that MLP has a weight per token, like an expert.
-        num_dense: layers without experts in a model with experts; their MLPs have the width `dense`.
-        num_sinks: scores of tokens without a value in a layer's attention.
-        clamps_mlp: an MLP keeps its clamped halves, too.
-        has_all_biases: not only queries, keys and values have biases, but all projections, routers and
-            experts.
-        num_heads: number of heads of attention's queries.
+        num_experts: number of experts per layer; 0 if there are none.
+        num_chosen: number of experts that are active per token.
+        shared: width of the MLP that all tokens use in addition to the experts.
+        weighs_shared: whether that MLP has a weight per token, like an expert.
+        num_dense: number of layers without experts in a model with experts; their MLPs have the width
+            `dense`.
+        num_sinks: number of attention sinks (scores of tokens without a value) in a layer.
+        clamps_mlp: whether an MLP keeps its clamped halves, too.
+        has_all_biases: whether all projections, routers and experts have biases, not only queries, keys and
+            values.
+        num_heads: number of query heads.
         latent: DeepSeek's attention; None for the usual one.
     """
 
@@ -179,7 +180,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
-        """Reads the shape from config.json; None if it has other names for its sizes, or by layer."""
+        """Reads the shape from config.json; None if sizes have other names or differ between layers."""
         vision = tree.get("vision_config")
         if vision and not family_of(tree.get("model_type")).takes_images:
             return None
@@ -230,7 +231,7 @@ class ModelShape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer; in a model with experts, of one that has them."""
+        """Number of parameters of one layer; in a model with experts, of a layer with experts."""
         experts = 3 * self.hidden * (self.intermediate * max(1, self.num_experts) + self.shared)
         weight = self.hidden if self.weighs_shared else 0
         biases = self.num_experts * (1 + 2 * self.intermediate + self.hidden) if self.has_all_biases else 0
@@ -252,7 +253,8 @@ class ModelShape:
 
     @property
     def num_in_matrices(self) -> int:
-        """Parameters of the layers' matrices, but for those of experts, which are stored together."""
+        """Number of parameters in the layers' matrices, without those of experts, which are stored
+        together."""
         attention = self._attention
         if self.latent is not None:
             attention -= self.latent.norms
@@ -265,15 +267,15 @@ class ModelShape:
 
     @property
     def largest_matrix(self) -> int:
-        """Numbers of the largest matrix of a layer, at most."""
+        """Upper bound on the size of a layer's largest matrix."""
         return self.hidden * max(self.intermediate, self.dense, self.attention_width, self.hidden)
 
     def activations(self, *, compiled: bool) -> int:
         """Returns numbers per token that a layer keeps for the backward pass.
 
-        Four times the width of the MLP (seven if it clamps), and thirteen times that of the states, three of
-        them in attention. Compiled, it is three and nine, because products that need no matrix product are
-        recomputed. A token's states are copied to each of its experts and back.
+        That is four times the width of the MLP (seven if it clamps) plus thirteen times that of the states,
+        three of them in attention. If compiled, it is three and nine times, because results that need no
+        matrix product are recomputed. A token's states are copied to each of its experts and back.
         """
         inner, states = (3, 6) if compiled else (4, 10)
         inner += 3 if self.clamps_mlp else 0
@@ -289,7 +291,7 @@ class ModelShape:
     def cached(self, num_ranks: int) -> int:
         """Returns numbers per token and layer in an engine's KV cache, which `num_ranks` GPUs share by heads.
 
-        With latent attention, every GPU keeps the whole latent vector.
+        With latent attention, every GPU keeps the full latent vector.
         """
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope
@@ -308,7 +310,7 @@ class ModelShape:
 
     @property
     def active_layers(self) -> int:
-        """Parameters of all layers that are active for a token: of the experts, those chosen for it."""
+        """Parameters of all layers that are active for a token; of the experts, only the chosen ones."""
         idle = max(0, self.num_experts - self.num_chosen) * 3 * self.hidden * self.intermediate
         with_experts = self.num_layers - self.num_dense
         return with_experts * (self.layer - idle) + self.num_dense * self._dense_layer
@@ -325,7 +327,7 @@ class ModelShape:
 
     @property
     def largest(self) -> int:
-        """Numbers of the largest parameter: embedding, an MLP's matrix, or two matrices of all experts."""
+        """Size of the largest parameter: embedding, an MLP's matrix, or two matrices of all experts."""
         mlp = self.hidden * self.intermediate * (2 * self.num_experts or 1)
         return max(self.hidden * self.vocab, mlp)
 
@@ -335,7 +337,7 @@ class ModelShape:
         return 0 if self.tower is None else self.tower.num_parameters
 
     def num_patches(self, num_tokens: int) -> int:
-        """Returns the most patches of the images in a prompt of so many tokens."""
+        """Returns the largest number of image patches in a prompt of `num_tokens` tokens."""
         return 0 if self.tower is None else num_tokens * self.tower.patches_per_token
 
     def num_adapted(self, targets: Sequence[str]) -> int:
@@ -343,11 +345,11 @@ class ModelShape:
         return self.num_layers * sum(inner * outer for _, inner, outer in self.matrices(targets))
 
     def num_adapters(self, targets: Sequence[str], rank: int) -> int:
-        """Returns the size of their adapters, A and B."""
+        """Returns the size of the adapters, A and B, of these matrices."""
         return self.num_layers * rank * sum(inner + outer for _, inner, outer in self.matrices(targets))
 
     def matrices(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Returns name, inputs and outputs of a layer's matrices; other names are taken as an MLP's."""
+        """Returns name, inputs and outputs of a layer's matrices; unknown names count as an MLP's."""
         hidden, inner = self.hidden, self.intermediate
         attention, kv = self.attention_width, self.kv_width
         known = {
@@ -368,12 +370,13 @@ class ModelShape:
 
 
 def _number(tree: Mapping[str, Any], *names: str) -> int:
-    """Returns the first of these sizes that config.json has; 0 if it has none."""
+    """Returns the first of these sizes that config.json has; 0 if it has none of them."""
     return int(next((tree[name] for name in names if tree.get(name)), 0))
 
 
 def _num_dense(tree: Mapping[str, Any], num_layers: int) -> int:
-    """Layers without experts: the first ones (DeepSeek), those named, or all but every n-th (Qwen)."""
+    """Counts layers without experts: the first ones (DeepSeek), those named, or all except every n-th
+    (Qwen)."""
     first, step = _number(tree, "first_k_dense_replace"), _number(tree, "decoder_sparse_step") or 1
     named = set(tree.get("mlp_only_layers") or ())
     return sum(index < first or index in named or (index + 1) % step != 0 for index in range(num_layers))

@@ -1,1 +1,1 @@
-"""Folders by path or URL: operations on both, the places of a run, local copies of remote folders."""
+"""Folders by path or URL: operations on them, the folders of a run, local copies of remote folders."""

@@ -2,7 +2,7 @@
 
 CACHE/KEY/            a complete copy; KEY is the digest of the files' names, sizes and fingerprints
 CACHE/KEY/.complete   written last: the files' sizes
-CACHE/KEY.partial/    a copy under way, which the next process goes on with
+CACHE/KEY.partial/    an unfinished copy, which the next process continues
 CACHE/KEY.lock        locked exclusively while copying, shared while the copy is used
 """
 
@@ -30,13 +30,13 @@ CACHE_DIR = "PACELINE_CACHE_DIR"
 KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ATTENTION_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 SUMS = "SHA256SUMS"
-"""A file in a model folder, as sha256sum writes it; copied files are checked against it."""
+"""A file in a model folder, in sha256sum's format, against which copied files are checked."""
 
 _COMPLETE = ".complete"
 _TELL_EVERY_S = 10.0
 _PAUSE_S = 0.2
 
-# Descriptors of shared locks on the copies that this process uses; closed by its end.
+# Descriptors of shared locks on the copies that this process uses; they are closed when it ends.
 _in_use: dict[Path, int] = {}
 
 

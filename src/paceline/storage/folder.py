@@ -1,4 +1,4 @@
-"""Operates on folders by path or fsspec URL, as checkpoints and model folders need it.
+"""Reads and writes folders of checkpoints and models by path or fsspec URL.
 
 A file in an object store appears with all of its bytes or not at all, and cannot be renamed. A set of files
 is complete when the file that is written last exists.
@@ -29,7 +29,7 @@ _FILE_SCHEME = "file://"
 class Folder:
     """A folder, which need not exist.
 
-    Methods raise OSError if the storage refuses, in place of the storage's own error.
+    Methods raise OSError instead of the storage library's own errors.
 
     Attributes:
         address: an absolute path, or a URL.
@@ -42,7 +42,7 @@ class Folder:
         """Returns the folder of a path or URL.
 
         Raises:
-            ConfigError: fsspec does not know the URL's kind, or the package for it is not installed.
+            ConfigError: fsspec does not know the URL's scheme, or the package for it is not installed.
         """
         text = str(place)
         if text.startswith(_FILE_SCHEME):
@@ -84,7 +84,7 @@ class Folder:
             return bool(self._fs.isfile(self._path(name)))
 
     def size(self, name: str) -> int:
-        """Returns the bytes of a file."""
+        """Returns the size of a file in bytes."""
         with _storage_errors():
             return int(self._fs.size(self._path(name)))
 
@@ -131,14 +131,14 @@ class Folder:
         return self._list("directory")
 
     def tree(self) -> dict[str, int]:
-        """Returns the sizes of all files below it, by relative path."""
+        """Returns the sizes of all files in the folder and its subfolders, by relative path."""
         with _storage_errors():
             fs, root = _open(self.address)
             entries = fs.find(root, detail=True)
             return {path[len(root) + 1 :]: int(entry["size"]) for path, entry in entries.items()}
 
     def fingerprint(self, name: str) -> str:
-        """Returns a string that changes with the file, if the storage allows it: its ETag or time."""
+        """Returns a string that changes with the file if possible: its ETag or modification time."""
         with _storage_errors():
             return str(self._fs.ukey(self._path(name)))
 

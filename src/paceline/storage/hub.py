@@ -1,7 +1,7 @@
 """Fetches models and data sets by their names on the Hugging Face hub, into huggingface_hub's cache.
 
-`ORG/NAME`, with `@REVISION` (a branch, a tag or a commit), and for data with `:CONFIG:SPLIT` after it. A path
-that exists, or whose first folder does, is a path. `hf://ORG/NAME` is always a name of the hub.
+`ORG/NAME`, with `@REVISION` (a branch, a tag or a commit), and for data with `:CONFIG:SPLIT` after it. A
+place that exists, or whose first folder exists, is a path. `hf://ORG/NAME` is always a name of the hub.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ERRORS: dict[Kind, type[PacelineError]] = {"model": ModelError, "dataset": Data
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubName:
-    """Names a repository of the hub, and which part of it.
+    """Names a repository of the hub, or a part of it.
 
     Attributes:
         repo: ORG/NAME.

@@ -1,4 +1,4 @@
-"""Finds a service's local model folder: a path of its own, or a copy of a URL or a name on the hub."""
+"""Finds a service's local model folder: its own path, or a copy of a URL or a hub repository."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def local_model(
         stopped: returns True to cancel the copy.
 
     Raises:
-        ConfigError: fsspec does not know the URL's kind.
+        ConfigError: fsspec does not know the URL's scheme.
         ModelError: a URL cannot be copied here, or a name of the hub cannot be fetched.
         InterruptedError: `stopped` returned True.
     """

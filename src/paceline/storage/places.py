@@ -22,7 +22,7 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
     """Returns the folder of a run's checkpoints.
 
     Args:
-        run_id: its id; read from the run directory if it is not given.
+        run_id: the run's id; read from the run directory if it is not given.
     """
     if config.trainer.checkpoint_url is None:
         return Folder.at(run_dir / "checkpoints")
@@ -32,7 +32,7 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
 def mark(folder: Folder) -> str:
     """Writes a marker file into a folder, which is created if missing; returns the marker's text.
 
-    An existing marker stays, because a rank may look for it on behalf of an earlier controller.
+    An existing marker stays, because ranks of an earlier controller may look for it.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -44,7 +44,7 @@ def mark(folder: Folder) -> str:
         folder.write(_MARKER, text)
     except OSError as error:
         raise ConfigError(
-            f"the checkpoint folder {folder} cannot be written ({reason(error)}); mend its permissions or "
+            f"the checkpoint folder {folder} cannot be written ({reason(error)}); fix its permissions or "
             "credentials, or set trainer.checkpoint_url"
         ) from error
     return text
@@ -73,7 +73,7 @@ def require_marker(folder: Folder, text: str, *, who: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"{who} on {socket.gethostname()} sees the checkpoint folder {folder} but cannot write there "
-            f"({reason(error)}); mend its permissions or credentials"
+            f"({reason(error)}); fix its permissions or credentials"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Locates tensor parts on ranks, plans and carries out weight pushes, and proves that they arrived."""
+"""Locates tensor parts on ranks, plans and carries out weight pushes, and checks that they arrived."""

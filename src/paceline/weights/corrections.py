@@ -29,7 +29,7 @@ transformers and engines keep it as a buffer; here it is a frozen parameter.
 """
 
 NUM_PARTS: Final = 3
-"""Eight bits each: a float32 number has 24."""
+"""Each part holds eight significant bits; a float32 number has 24."""
 
 
 def missing_keys(config: Mapping[str, Any]) -> dict[str, str | bool]:
@@ -59,7 +59,7 @@ def split(correction: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> Tensor:
-    """Joins (E, 3) of any type into (E,) in float32: the bits that `split` was given."""
+    """Joins (E, 3) of any type into (E,) in float32, with exactly the bits that `split` got."""
     first, second, third = parts.float().unbind(-1)
     return first + (second + third)  # the largest last, or bits are lost
 

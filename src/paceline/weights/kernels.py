@@ -3,8 +3,8 @@
 Hundreds of launches would take longer than the transfer of a round. Each kernel reads a table of parts
 (matrices in memory) and a table of tiles: (part, first row) for every `_ROWS` rows of a part.
 
-Copies leave some multiprocessors free. An NCCL block needs almost a complete one: if copies filled the GPU,
-the next round could begin up to 0.1 ms late on one rank, and all others would wait.
+Copies leave some multiprocessors free. An NCCL block needs almost all of one: if copies filled the GPU, the
+next round could begin up to 0.1 ms late on one rank, and all others would wait.
 
 A digest program takes `_ROWS` rows of one part, walks along their columns with one 64-bit sum per lane, and
 adds its share to the part's sum atomically. Integer addition modulo 2^64 does not depend on the order, so the
@@ -125,7 +125,7 @@ class CopyKernel:
         copies: (source, target) views of one shape.
         device: the device of all of them.
 
-    `skipped` holds the indices of copies with a view that is no matrix in memory, which the kernel cannot do.
+    `skipped` holds the indices of copies that the kernel cannot do, because a view is not a matrix in memory.
     """
 
     def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
@@ -170,11 +170,13 @@ class DigestKernel:
     """Computes the digests of parts of tensors.
 
     Args:
-        parts: for each part its values, the factors R of its rows and K of its columns, and its sum's number.
+        parts: for each part its values, the factors R of its rows and K of its columns, and the index of its
+            sum.
         dtype: element type to which values are cast first.
         device: the device of all of them.
 
-    `skipped` holds the indices of parts that are no matrix in memory, which the kernel cannot digest.
+    `skipped` holds the indices of parts that the kernel cannot digest, because they are not matrices in
+    memory.
     """
 
     def __init__(

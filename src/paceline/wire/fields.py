@@ -16,7 +16,7 @@ from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 INT64_MAX = 2**63 - 1
 MAX_NAME_CHARS = 512
-"""The most characters of an id, key or other name."""
+"""Maximum number of characters of an id, key or other name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ def pack(kind: str, fields: dict[str, Any]) -> bytes:
     try:
         packed: bytes = msgpack.packb(content)
     except UnicodeEncodeError:
-        # Lone surrogates, for example in a reward's error text, must not lose the message.
+        # Lone surrogates, for example in a reward's error text, must not make the message unsendable.
         packed = msgpack.packb(content, unicode_errors="backslashreplace")
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidMessageError(
@@ -67,10 +67,11 @@ def pack(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 def unpack(kinds: str | tuple[str, ...], data: bytes) -> Fields:
-    """Opens a message of the given kind, or of any of these kinds.
+    """Unpacks a message of the given kind, or of one of the given kinds.
 
     Raises:
-        InvalidMessageError: it is too large, not msgpack, of another kind or of an unknown schema version.
+        InvalidMessageError: the message is too large, not msgpack, of another kind or of an unknown schema
+            version.
     """
     allowed = (kinds,) if isinstance(kinds, str) else kinds
     kind = allowed[0]
@@ -133,7 +134,7 @@ def reject(kind: str, reason: str, detail: str) -> NoReturn:
 
 
 class Fields:
-    """The fields of one opened message; every getter returns a checked value or rejects the message."""
+    """The fields of one unpacked message; every getter returns a checked value or rejects the message."""
 
     __slots__ = ("_content", "_kind")
 
@@ -146,7 +147,7 @@ class Fields:
         return self._kind
 
     def reject(self, reason: str, detail: str) -> NoReturn:
-        """Rejects the message for this reason."""
+        """Raises the typed rejection of the message."""
         reject(self._kind, reason, detail)
 
     def _get(self, name: str) -> Any:

@@ -22,7 +22,7 @@ def write_json_object(value: Mapping[str, object], subject: str) -> str:
     """Returns a JSON object as text that `read_json_object` accepts.
 
     Raises:
-        InvalidMessageError: it holds what JSON cannot express, or is too large.
+        InvalidMessageError: the object holds values that JSON cannot express, or is too large.
     """
     problem = plain_problem(dict(value), LIMITS.max_depth)
     if problem:
@@ -73,7 +73,8 @@ def read_json_object(text: str, subject: str) -> dict[str, object]:
     """Reads the text of a JSON object; an empty text gives an empty object.
 
     Raises:
-        InvalidMessageError: the text is no JSON object, is too large, or holds numbers that are not finite.
+        InvalidMessageError: the text is not a JSON object, is too large, or holds numbers that are not
+            finite.
     """
     if not text:
         return {}

@@ -1,4 +1,4 @@
-"""Converts between records and messages that name fields alike; the caller converts the other fields."""
+"""Converts between records and messages whose fields have the same names; the caller converts the others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ M = TypeVar("M")
 
 
 def values_of(record: Any, *, of: Any = None, without: Collection[str] = ()) -> dict[str, Any]:
-    """Returns a record's values by field, as they are; with `of` only the fields of this base class."""
+    """Returns a record's values by field, unconverted; with `of`, only the fields of this base class."""
     names = [field.name for field in fields(of or record) if field.name not in without]
     return {name: getattr(record, name) for name in names}
 
 
 def to_proto(record: Any, kind: Callable[..., M], *, without: Collection[str] = (), **converted: Any) -> M:
-    """Makes a protobuf message of a record's fields.
+    """Makes a protobuf message from a record's fields.
 
     Args:
-        record: a dataclass's instance.
+        record: an instance of a dataclass.
         kind: the message's class.
         without: fields that the message does not have.
         converted: values that differ from the record's, by the message's field.
@@ -31,10 +31,10 @@ def to_proto(record: Any, kind: Callable[..., M], *, without: Collection[str] = 
 
 
 def from_proto(message: Any, kind: Callable[..., R], **converted: Any) -> R:
-    """Makes a record of a protobuf message's fields; optional ones that are not set are None.
+    """Makes a record from a protobuf message's fields; optional fields that are not set are None.
 
     Args:
-        message: it has the record's fields, apart from `converted`.
+        message: a message that has the record's fields, apart from `converted`.
         kind: the dataclass.
         converted: values that differ from the message's, by the record's field.
     """

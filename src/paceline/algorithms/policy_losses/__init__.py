@@ -1,12 +1,12 @@
 """Policy losses, a file per family: per-token losses and metrics from log-probs and advantages.
 
 Every loss is called `f(inputs: LossInputs, **options)` and returns `LossOutputs(loss, metrics)`. Under the
-mask, the loss and its gradient are 0, whatever the inputs are. Only log_probs is differentiated.
+mask, the loss and its gradient are 0 for any inputs. Only log_probs is differentiated.
 
-`kl_cov` and `clip_cov` select the highest tokens of the whole mini-batch. A caller that splits it selects
-once, with `highest_covariance` on the old log-probs, and passes each micro-batch its part as `selected`;
-without `selected`, the tokens are chosen among those that are passed. `gspo` and `geo_mean` need whole
-sequences in a row.
+`kl_cov` and `clip_cov` select the tokens of the mini-batch with the highest covariance. A caller that splits
+the mini-batch selects once, with `highest_covariance` on the old log-probs, and passes each micro-batch its
+part as `selected`; without `selected`, the tokens are chosen among those that are passed. `gspo` and
+`geo_mean` need complete sequences as rows.
 """
 
 from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs

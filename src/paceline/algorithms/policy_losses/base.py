@@ -19,14 +19,14 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """The inputs of a policy loss: a micro-batch of B whole sequences and T response positions.
+    """The inputs of a policy loss: a micro-batch of B complete sequences and T response positions.
 
     Only `log_probs` is differentiated. Masked entries are undefined.
 
     Attributes:
         log_probs: (B, T), the policy's log-probs, with their graph.
         log_probs_of: (B, T) each, by name: "old", the policy's before the step's first update; "rollout", the
-            sampler's; "reference", if a KL to it is used; each frozen network's.
+            sampler's; "reference", if a KL to it is used; each frozen network's by its name.
         advantages: (B, T).
         mask: (B, T) booleans, True on the tokens that the policy produced.
         scores: (B,), each sequence's reward with the overlong penalty, without a KL.

@@ -33,8 +33,8 @@ def ppo_clip(
         dual_clip_c: above 1, or None for no dual clip.
 
     Returns:
-        The loss and `pg_clipfrac` (share of tokens whose clipped term is the larger), `pg_clipfrac_lower`
-        (share where the dual bound is the smaller, and A < 0), `ppo_kl` (mean of -(log-ratio)).
+        The loss and `pg_clipfrac` (share of tokens whose clipped term is larger), `pg_clipfrac_lower` (share
+        where A < 0 and the dual bound is smaller), `ppo_kl` (mean of -(log-ratio)).
     """
     check_clip(clip_low, clip_high)
     if dual_clip_c is not None:
@@ -70,7 +70,7 @@ def gspo(
     own log-prob: stopgrad(s) pi / stopgrad(pi), with the logarithm clamped to at most 10. Clip ranges are far
     smaller than PPO's (3e-4 and 4e-4 in the paper); the aggregation is `seq-mean-token-mean`.
 
-    Arguments, results and metrics as `ppo_clip`; `pg_clipfrac_lower` is always 0.
+    Arguments, results and metrics as in `ppo_clip`; `pg_clipfrac_lower` is always 0.
     """
     check_clip(clip_low, clip_high)
     log_ratio, advantages = log_ratio_and_advantages(inputs)
@@ -95,15 +95,15 @@ def geo_mean(
 ) -> LossOutputs:
     """Replaces each ratio by the geometric mean of its sequence (GMPO, arXiv:2507.20673).
 
-    Each log-ratio is clipped from above to clip_high if its advantage is positive, else from below to
-    -clip_low; each token gets the loss of its sequence, -mean(A) exp(mean of the clipped log-ratios), so that
+    Each log-ratio is clipped to at most clip_high if its advantage is positive, else to at least -clip_low;
+    each token gets the loss of its sequence, -mean(A) exp(mean of the clipped log-ratios), so that
     `seq-mean-token-mean` gives the mean over sequences.
 
     Args:
         clip_low: at least 0, in log-ratio (the paper: 0.4).
         clip_high: at least 0, in log-ratio.
 
-    The other arguments as `ppo_clip`. Metrics: `pg_clipfrac` (share of clipped tokens), `ppo_kl`.
+    The other arguments as in `ppo_clip`. Metrics: `pg_clipfrac` (share of clipped tokens), `ppo_kl`.
     """
     require_range("clip_low", clip_low, at_least=0.0)
     require_range("clip_high", clip_high, at_least=0.0)

@@ -40,7 +40,7 @@ def highest_covariance(
         log_probs: (B, T), this rank's rows.
         advantages: (B, T).
         mask: (B, T).
-        cov_fraction: share of all ranks' tokens, in [0, 1]; 0 selects none, anything above at least one.
+        cov_fraction: share of all ranks' tokens, in [0, 1]; 0 selects none, any other share at least one.
         cov_low: tokens below are not selected.
         cov_high: tokens above are not selected.
         all_reduce: adds a small 1-D tensor over all ranks.
@@ -63,7 +63,7 @@ def highest_covariance(
     )
     eligible = kept & (covariance >= cov_low) & (covariance <= cov_high)
     flat = covariance.masked_fill(~eligible, -torch.inf).flatten()
-    # All of the highest may lie on one rank, so each rank offers that many; lengths must be equal.
+    # All selected tokens may be on one rank, so each rank offers that many; lengths must be equal.
     offer = flat.new_full((number,), -torch.inf)
     highest = flat.topk(min(number, flat.numel())).values
     offer[: highest.numel()] = highest
@@ -111,13 +111,13 @@ def clip_cov(
 ) -> LossOutputs:
     """`ppo_clip`, with loss and gradient 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
 
-    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; this takes the
-    highest of them, so that a repeated step gives the same numbers.
+    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; this function
+    takes the highest of them, so that a repeated step gives the same numbers.
 
     Args:
-        clip_low: as `ppo_clip`.
-        clip_high: as `ppo_clip`.
-        cov_fraction: as `kl_cov`.
+        clip_low: as in `ppo_clip`.
+        clip_high: as in `ppo_clip`.
+        cov_fraction: as in `kl_cov`.
         cov_low: lowest covariance of a selected token.
         cov_high: highest covariance of a selected token.
 
@@ -130,7 +130,8 @@ def clip_cov(
 
 
 def _selected(inputs: LossInputs, *choice: float) -> Tensor:
-    """Returns the tokens selected over the mini-batch, or else selects among these inputs."""
+    """Returns the tokens that the caller selected over the mini-batch; otherwise selects among these
+    inputs."""
     if inputs.selected is None:
         return highest_covariance(inputs.log_probs, inputs.advantages, inputs.mask, *choice)
     require_same_shape(mask=inputs.mask, selected=inputs.selected)

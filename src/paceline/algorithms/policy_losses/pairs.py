@@ -1,4 +1,4 @@
-"""Computes losses of a better and a worse answer to a prompt, from the log-probs of the answers.
+"""Computes losses for pairs of a better and a worse answer to a prompt, from the answers' log-probs.
 
     dpo    arXiv:2305.18290; with label smoothing it is the conservative form
     ipo    arXiv:2310.12036, on means over tokens

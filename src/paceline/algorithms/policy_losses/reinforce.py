@@ -27,8 +27,8 @@ def cispo(
 ) -> LossOutputs:
     """Returns -stopgrad(clip(ratio)) A log pi: REINFORCE with a clipped weight (CISPO, arXiv:2506.13585).
 
-    Every token keeps its gradient at any ratio; a clip_low of 1 leaves the lower side open, as the paper
-    does. Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
+    Every token keeps its gradient at any ratio; clip_low = 1 means no lower bound, as in the paper. Arguments
+    and results as in `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
     """
     check_clip(clip_low, clip_high)
     log_ratio, advantages = log_ratio_and_advantages(inputs)

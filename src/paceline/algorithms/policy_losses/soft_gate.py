@@ -21,7 +21,7 @@ def sapo(
         tau_positive: tau where A > 0; above 0.
         tau_negative: tau elsewhere; above 0, usually the larger.
 
-    The other arguments as `ppo_clip`. Metrics: `ppo_kl`.
+    The other arguments as in `ppo_clip`. Metrics: `ppo_kl`.
     """
     require_range("tau_positive", tau_positive, above=0.0)
     require_range("tau_negative", tau_negative, above=0.0)

@@ -135,7 +135,7 @@ def checked_loss(
     """Returns the outputs of a call, without waiting for the device.
 
     Raises:
-        ConfigError: the call fails, or its result is no loss to train with.
+        ConfigError: the call fails, or its result cannot be used as a loss.
     """
     hint = f"{_LOSS_FORM} (inputs.log_probs_of has {', '.join(sorted(inputs.log_probs_of))}{_OTHERS})"
     hint += "" if "reference" in inputs.log_probs_of else _NO_REFERENCE

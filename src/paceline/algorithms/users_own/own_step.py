@@ -34,7 +34,7 @@ class OwnAlgorithm(Algorithm):
         self._label, self._theirs, self._agree = label, theirs, agree
 
     def step(self, s: StepVerbs) -> None:
-        """Carries out a training step by the user's `step`.
+        """Carries out a training step with the user's `step`.
 
         Raises:
             ConfigError: the user's code raised an error, or its verbs do not form a training step.
@@ -59,7 +59,7 @@ class OwnAlgorithm(Algorithm):
 
 
 class _CheckedVerbs:
-    """Refuses an order of verbs that would train nothing, or on numbers from other weights.
+    """Refuses an order of verbs that would train nothing, or train on numbers from other weights.
 
     Attributes:
         failure: the failure of a verb, if any.
@@ -101,7 +101,7 @@ class _CheckedVerbs:
             self._verbs.update(network, checked)
 
     def finish(self) -> None:
-        """Raises ConfigError unless every network was updated, and the failure of a verb if there was one."""
+        """Raises the failure of a verb if there was one, or ConfigError unless every network was updated."""
         with self._verb("the end"):
             self._require("policy" in self._done, "never updates the policy")
             self._require("critic" in self._done or not self.has_critic, "never updates the critic")

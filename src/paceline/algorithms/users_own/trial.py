@@ -40,12 +40,12 @@ def try_loss(
 
     Args:
         label: the loss's name for errors.
-        names: names of the log-probs that it may read beside the policy's.
+        names: names of the log-probs that it may read besides the policy's.
         needs: which of "critic" and "greedy" the run has.
 
     Raises:
         ConfigError: the loss has no gradient, a number is not finite, or a sequence's numbers depend on the
-            others.
+            other sequences.
     """
     inputs = _loss_inputs(names, needs)
     per_token, gradient, metrics = _loss_of(label, loss, inputs)
@@ -92,7 +92,7 @@ def try_estimator(
         needs: which of "critic" and "greedy" the run has.
 
     Raises:
-        ConfigError: a number is not finite, or the division between the ranks changes one.
+        ConfigError: a number is not finite, or changes when the rows are divided between ranks.
     """
     rows = _estimator_rows(names, needs)
     together = advantages(rows)

@@ -1,1 +1,1 @@
-"""The broker over a Redis server: its client, errors and outages, and a server of the run's own."""
+"""The broker over a Redis server: its client, errors and outages, and the server that a run starts itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # KEYS: the blobs' keys, one stream per message, then the stream to acknowledge in, if any. ARGV: the numbers
 # of blobs and of messages, the blobs' values, payload and traceparent of each message, then the group and ids
-# to acknowledge. A script that fails stops where it is and undoes nothing, so what can fail is checked first;
+# to acknowledge. A script that fails stops and undoes nothing, so everything that can fail is checked first;
 # a full server refuses the first write or none. The acknowledgement is last: it needs no memory. It also
 # removes what SAVE_PROGRESS has saved.
 APPEND = """
@@ -41,8 +41,7 @@ return ids
 """
 
 # KEYS: the stream. ARGV: group, consumer, then entry id, offset and bytes of each part. Returns the ids of
-# the parts that were saved, each in STREAM:GROUP:ID. A part that comes a second time changes nothing, as an
-# append would.
+# the parts that were saved, each in STREAM:GROUP:ID. Unlike an append, a repeated part changes nothing.
 SAVE_PROGRESS = """
 local saved = {}
 for i = 3, #ARGV, 3 do
@@ -62,7 +61,7 @@ end
 return saved
 """
 
-# KEYS: streams. Removes them with all that was saved of entries which are not acknowledged.
+# KEYS: streams. Removes them and the saved progress of their unacknowledged entries.
 DELETE_STREAMS = """
 for _, stream in ipairs(KEYS) do
   local groups = redis.call('EXISTS', stream) == 1 and redis.call('XINFO', 'GROUPS', stream) or {}
@@ -97,10 +96,10 @@ end
 return own
 """
 
-# KEYS: the stream. ARGV: group, consumer, least idle milliseconds, most entries. Returns id, fields and
+# KEYS: the stream. ARGV: group, consumer, minimum idle milliseconds, maximum entries. Returns id, fields and
 # number of deliveries of each entry. The server looks for idle entries itself (XPENDING with IDLE), so this
 # is one round trip however many are pending. XCLAIM leaves out entries that were removed from the stream
-# (Redis 7) or has nil in their place (6.2): they are acknowledged, since nobody can ever answer them.
+# (Redis 7) or returns nil for them (6.2): they are acknowledged, since nobody can ever answer them.
 RECLAIM = """
 local result, start, left = {}, '-', tonumber(ARGV[4])
 while left > 0 do
@@ -133,8 +132,8 @@ end
 return result
 """
 
-# KEYS: the stream. Removes the entries before the first one that some group has not done (the group's first
-# pending entry, or the one after its position). Returns how many.
+# KEYS: the stream. Removes the entries before the first one that some group has not processed (the group's
+# first pending entry, or the one after its position). Returns how many.
 TRIM = """
 local floor_ms, floor_number
 local function keep_from(id, offset)

@@ -32,7 +32,7 @@ class Trouble:
         remedy: what the user can do about it.
         silent_s: how long the server had already been silent when this was noticed.
         may_move: whether another server may take over the address, so that clients should reconnect.
-        needs_help: whether the user must end the trouble; then it is announced at once.
+        needs_help: whether the user must solve the problem; if so, it is announced at once.
     """
 
     state: str
@@ -46,8 +46,8 @@ class Outage:
     """What one client knows about its server's outages; all its commands share it.
 
     An outage begins when a command fails with a `Trouble`, and ends when a command succeeds. While commands
-    wait, only one of them can end it: a full server still answers readers, whose success does not end the
-    outage of waiting writers.
+    wait, only one of them can end the outage: a full server still answers readers, and their success does not
+    help the waiting writers.
 
     After `timeout_s` seconds commands that wait raise BrokerError. Later ones raise it at their first
     failure, until a command gets through.
@@ -55,8 +55,8 @@ class Outage:
     Args:
         server: the server's name for messages, without its password.
         timeout_s: longest outage that commands wait through.
-        on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s, or needs a person,
-            and when it is over. Both are logged anyway.
+        on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s or needs the user,
+            and when it is over. Both sentences are logged in any case.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Outage:
         return self._since_s is not None
 
     def is_recent(self, seconds: float) -> bool:
-        """Returns whether there is an outage, or the last was over less than `seconds` seconds ago."""
+        """Returns whether there is an outage, or the last one ended less than `seconds` seconds ago."""
         return self.is_on or self._clock.monotonic() - self._over_s < seconds
 
     def note_failure(self, command: str, trouble: Trouble, limit_s: float) -> float:
@@ -136,7 +136,7 @@ class Attempts:
 
     Args:
         outage: what the client knows about its server.
-        command: its name, for messages.
+        command: the command's name, for messages.
         limit_s: longest outage that this command waits through, if shorter than the client's.
     """
 

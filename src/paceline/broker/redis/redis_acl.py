@@ -19,13 +19,13 @@ def acl_line(user: str, password: str, *, keys: str = "paceline:*") -> str:
     Args:
         user: name of the user.
         password: the password in plain text.
-        keys: pattern of the keys that it may use; `names.prefix(run_id)` with a star for only one run.
+        keys: pattern of the keys that the user may use; `names.prefix(run_id)` with a star for only one run.
     """
     return f"user {user} on #{_digest(password)} {rules(keys)}"
 
 
 def renewer_line(user: str, password: str) -> str:
-    """Writes the line of a user who may only make the server read its certificate again."""
+    """Writes the line of a user who may only make the server reload its certificate."""
     return f"user {user} on #{_digest(password)} resetchannels -@all +config|set"
 
 
@@ -34,5 +34,5 @@ def _digest(password: str) -> str:
 
 
 def rules(keys: str = "paceline:*") -> str:
-    """Lists what the user may do."""
+    """Lists the user's permissions."""
     return " ".join(["resetchannels", f"~{keys}", "-@all", *(f"+{command}" for command in COMMANDS)])

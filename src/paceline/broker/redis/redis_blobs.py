@@ -57,7 +57,7 @@ class BlobClient:
         """Returns the values in the order of the keys.
 
         Raises:
-            LostDataError: blobs are missing; names them.
+            LostDataError: blobs are missing; the message names them.
             BrokerError: the broker is gone.
         """
         values: list[bytes | None] = []
@@ -90,7 +90,7 @@ class BlobClient:
                 time.sleep(pause_s)
 
     def put(self, blobs: Mapping[str, bytes]) -> None:
-        """Stores blobs that the run can do without, so it does not wait through an outage.
+        """Stores blobs that the run does not depend on; does not wait through an outage.
 
         Raises:
             BrokerError: the server did not take all of them.

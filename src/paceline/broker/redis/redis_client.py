@@ -1,4 +1,4 @@
-"""Commands to a Redis server: one connection pool, a deadline on every attempt, patience in an outage."""
+"""Commands to a Redis server: one connection pool, a deadline on every attempt, waiting through outages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RedisClient:
 
         Raises:
             BrokerError: the outage lasted too long, or the server refuses the command.
-            GroupExistsError, StreamMissingError: as their names say.
+            GroupExistsError, StreamMissingError: the group exists already, or the stream is missing.
         """
         return await self._repeat(
             words[0], lambda: self._redis.execute_command(*words), self._timeout_s, limit_s=limit_s
@@ -160,7 +160,8 @@ class RedisClient:
         raise refusal(error, server=self.server, command=command) from error
 
     async def _drop_idle_connections(self) -> None:
-        """Makes the next attempt reconnect and look the address up, as another server may have it now."""
+        """Makes the next attempt look the address up and reconnect, because another server may have it
+        now."""
         with contextlib.suppress(RedisError, OSError):
             await self._pool.disconnect(inuse_connections=False)
 

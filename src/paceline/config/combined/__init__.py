@@ -1,1 +1,1 @@
-"""The sections of a run's configuration, what follows from them together, and what they must agree on."""
+"""The sections of a run's configuration, what follows from several of them, and what they must agree on."""

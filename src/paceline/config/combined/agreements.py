@@ -1,4 +1,4 @@
-"""What the sections of a run's configuration must agree on; a function raises ValueError if they do not."""
+"""Checks that the sections of a run's configuration agree; each check raises ValueError if they do not."""
 
 from __future__ import annotations
 

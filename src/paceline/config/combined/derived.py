@@ -1,4 +1,4 @@
-"""What follows from a run's configuration: sizes, limits in time, and what its algorithm needs."""
+"""Derives from a run's configuration: sizes, time limits, and the needs of its algorithm."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class DerivedSettings(RunSections):
 
     @property
     def longest_response(self) -> int:
-        """Most tokens of a response, held-out prompts' included."""
+        """Most tokens of a response, including responses to held-out prompts."""
         return max([self.data.max_response_length, *(s.max_tokens for s in self.held_out_sets)])
 
     @property
@@ -245,7 +245,8 @@ class DerivedSettings(RunSections):
 
     @property
     def pushes_in_flight(self) -> bool:
-        """Whether weights reach servers with samples under way, so that several versions sample one."""
+        """Whether weights reach servers with unfinished samples, so that several versions may sample a
+        response."""
         return self.rollout.in_flight != "wait"
 
     @property
@@ -259,7 +260,7 @@ class DerivedSettings(RunSections):
 
     @property
     def validates_beside(self) -> bool:
-        """Whether servers of their own answer held-out prompts while training goes on."""
+        """Whether separate servers answer held-out prompts while training goes on."""
         return self.rollout.validation_servers > 0
 
     @property

@@ -28,7 +28,7 @@ class OptimConfig(Section):
     type: Literal["adamw", "adamw_8bit", "muon"] = Field(
         "adamw",
         description="adamw: AdamW. adamw_8bit: AdamW whose averages of matrices have 8 bits per number, with "
-        "a scale for 256 of a row: 2 bytes per parameter instead of 8; its steps differ slightly from those "
+        "a scale per 256 numbers: 2 bytes per parameter instead of 8; its steps differ slightly from those "
         "of adamw. muon: Muon for the layers' matrices, and AdamW for embeddings, the head, vectors, and "
         "experts that are stored together. Muon keeps one average instead of two; its steps are as long as "
         "AdamW's at the same lr.",
@@ -199,10 +199,10 @@ class ActorConfig(Section):
         return self.policy_loss.arguments(default)
 
     def require_experts(self, model: str, *, has_experts: bool) -> None:
-        """Checks that the policy has what `load_balance_coef` weighs.
+        """Checks that the policy has experts if `load_balance_coef` is set.
 
         Raises:
-            ConfigError: it is set, and the model has no experts.
+            ConfigError: it is set, but the model has no experts.
         """
         if self.load_balance_coef and not has_experts:
             raise ConfigError(

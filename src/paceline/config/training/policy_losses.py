@@ -51,7 +51,7 @@ class ClippedLoss(PolicyLossOptions):
     """A loss with a clip range."""
 
     clip_ratio_low: float | None = Field(
-        None, gt=0, le=1, description="Lower clip range; null: the actor's. 1 leaves it open."
+        None, gt=0, le=1, description="Lower clip range; null: the actor's. 1: no lower bound."
     )
     clip_ratio_high: float | None = Field(None, gt=0, description="Upper clip range; null: the actor's.")
 
@@ -187,7 +187,7 @@ class SAPO(PolicyLossOptions):
     tau_positive: float = Field(
         1.0, gt=0, description="How sharply the gate closes where the advantage is positive."
     )
-    tau_negative: float = Field(1.05, gt=0, description="The same where the advantage is 0 or negative.")
+    tau_negative: float = Field(1.05, gt=0, description="How sharply it closes elsewhere.")
 
 
 class CustomLoss(PolicyLossOptions):
@@ -216,7 +216,7 @@ class CustomLoss(PolicyLossOptions):
         return self.scalable
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Returns the options as they are."""
+        """Returns `options` unchanged."""
         return dict(self.options)
 
 

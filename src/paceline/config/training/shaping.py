@@ -41,8 +41,8 @@ class ReplayConfig(Section):
     prompts_per_step: int = Field(
         0,
         ge=0,
-        description="Prompt groups that a step trains again, beside its own; 0: no replay. The draw follows "
-        "from trainer.seed and the step. Needs barrier.mode: bounded; "
+        description="Prompt groups that a step trains again, besides its own; 0: no replay. The draw depends "
+        "only on trainer.seed and the step. Needs barrier.mode: bounded; "
         "docs/decisions/0038-permissions-to-train-again.md.",
     )
     size: int = Field(10000, gt=0, description="Most trajectories in the buffer; the oldest leave first.")

@@ -21,13 +21,13 @@ class Hello:
     """The first message of a client that attaches.
 
     Args:
-        name: the name in the run's configuration as which it attaches.
-        client: its own name, for logs.
-        data_sources: the data sources that it accepts; empty: all.
-        window: most tasks that it accepts at a time.
+        name: the name under which it attaches, as the run's configuration has it.
+        client: the client's own name, for logs.
+        data_sources: the data sources that it accepts; all if empty.
+        window: maximum number of tasks that it accepts at a time.
         version: version of its computation; "" if unknown.
         contract: version of the protocol that it speaks.
-        groups: whether its tasks are groups, the samples of a prompt.
+        groups: whether a task is a group, which is all samples of a prompt.
     """
 
     name: str

@@ -24,7 +24,7 @@ MAX_STRAYS: Final = 16
 
 
 class Reception(enum.Enum):
-    """What becomes of an answer."""
+    """What the dispatcher did with an answer."""
 
     TAKEN = "taken"
     LATE = "late"
@@ -36,7 +36,7 @@ class Reception(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A task goes to a client."""
+    """A task that was given to a client."""
 
     client: int
     ticket: int
@@ -124,7 +124,7 @@ class TaskDispatcher:
         failures = []
         # The lowest ticket, which was submitted first, comes to the head of the queue last.
         for ticket in sorted(gone.tickets, reverse=True):
-            failure = self._back(ticket, is_late=False, message=f"the client {gone.name} went away with it")
+            failure = self._back(ticket, is_late=False, message=f"the client {gone.name} left unfinished")
             failures += [failure] if failure else []
         return failures
 
@@ -138,7 +138,7 @@ class TaskDispatcher:
         return ticket
 
     def withdraw(self, ticket: int) -> None:
-        """Drops a task that nobody waits for any more; harmless when it has ended."""
+        """Drops a task that nobody waits for any more; does nothing if it has ended."""
         task = self._tasks.pop(ticket, None)
         if task is not None and task.client is not None:
             client = self._clients[task.client]
@@ -201,7 +201,7 @@ class TaskDispatcher:
         del self._queues[source]
 
     def _roomiest(self, source: str, *, avoid: set[int]) -> int | None:
-        """Returns the roomiest client that accepts the task, preferably one that was not late with it."""
+        """Returns the accepting client with the most room, preferably one that was not late with the task."""
         free = [
             (number in avoid, client.load, number)
             for number, client in self._clients.items()

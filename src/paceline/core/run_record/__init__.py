@@ -1,1 +1,1 @@
-"""A run's records of itself: events, metrics, the manifest of a checkpoint."""
+"""The records of a run: events, metrics, the manifest of a checkpoint."""

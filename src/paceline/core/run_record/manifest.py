@@ -27,7 +27,7 @@ def manifest_fields(text: str | bytes, *, origin: object) -> dict[str, Any]:
         origin: the file, for the error.
 
     Raises:
-        CheckpointError: the text is torn or changed, or of another schema.
+        CheckpointError: the text is incomplete or changed, or has another schema.
     """
     try:
         tree = json.loads(text)

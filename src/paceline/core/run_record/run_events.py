@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEvent:
-    """The run is in a phase; `admitted` of `wanted` trajectories have come, both 0 if it collects none."""
+    """The run is in a phase; `admitted` of `wanted` trajectories have arrived (both 0 if it collects
+    none)."""
 
     step: int
     phase: str
@@ -26,7 +27,7 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationEvent:
-    """Has the numbers of a step's validation that came in while later steps were trained."""
+    """Holds the results of a step's validation, which arrived while later steps were trained."""
 
     step: int
     metrics: Mapping[str, float]

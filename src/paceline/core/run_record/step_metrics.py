@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl: the name of each and what it says, from which docs/metrics.md is made."""
+"""The names and meanings of the numbers in metrics.jsonl; docs/metrics.md is generated from them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 
 TIME = "time"
-"""When the line was written, in Unix seconds; beside `step` the only key that is no metric."""
+"""When the line was written, in Unix seconds; besides `step`, the only key that is not a metric."""
 
 STEP_METRICS: Mapping[str, str] = {
-    # --- rewards and what becomes of them
+    # --- rewards and advantages
     "critic/score/mean": "Mean reward of the step's trajectories, with algorithm.overlong's penalty.",
     "critic/rewards/mean": (
-        "Mean reward of the step's trajectories, with the KL penalty, too (algorithm.use_kl_in_reward)."
+        "Mean reward of the step's trajectories, including the KL penalty (algorithm.use_kl_in_reward)."
     ),
     "reward/std": "Standard deviation of the trajectories' rewards, without penalties.",
     "reward/min": "Smallest reward of a trajectory, without penalties.",
@@ -32,11 +32,11 @@ STEP_METRICS: Mapping[str, str] = {
         "baseline they teach nothing."
     ),
     "train/NAME/reward/mean": "Mean reward of the prompts of a set of data.train_sets.",
-    "train/NAME/share": "Share of the set in the step's prompts.",
+    "train/NAME/share": "Share of the step's prompts that come from this set.",
     "train/source/SOURCE/reward/mean": (
         "Mean reward of the prompts of one data source (data.data_source_key), where there are 2 to 20."
     ),
-    "train/source/SOURCE/share": "Share of the data source in the step's prompts.",
+    "train/source/SOURCE/share": "Share of the step's prompts that come from this data source.",
     "dynamic_sampling/extra_prompts": "Prompts drawn beyond data.train_batch_size.",
     "dynamic_sampling/kept_share": "Share of all drawn groups that are trained on.",
     "dynamic_sampling/reward_mean": (
@@ -86,7 +86,7 @@ STEP_METRICS: Mapping[str, str] = {
     "actor/lr": "Learning rate of the step.",
     "actor/skipped_updates": "Optimizer steps that were not taken.",
     "actor/first_ppo_kl": (
-        "KL of the first mini-batch, in audited steps (actor.ratio_audit_freq): 0 but for rounding."
+        "KL of the first mini-batch, in audited steps (actor.ratio_audit_freq): 0 up to rounding."
     ),
     "actor/first_pg_clipfrac": "Clip fraction of the first mini-batch in audited steps: 0.",
     "algorithm/reference_kl": (
@@ -114,18 +114,18 @@ STEP_METRICS: Mapping[str, str] = {
     "rollout/corrected_share": "Share of tokens that algorithm.rollout_correction changes or masks.",
     # --- held-out prompts
     "val/reward/mean": (
-        "Mean reward on the prompts of data.val_files. All metrics below come for each set of data.val_sets, "
+        "Mean reward on the prompts of data.val_files. All metrics below exist for each of data.val_sets, "
         "too, as `val/SET/reward/mean` and so on; docs/evaluate.md."
     ),
     "val/reward/low": "Lower end of the mean's 95% interval, from bootstrap samples of the prompts.",
     "val/reward/high": "Upper end of the mean's 95% interval.",
     "val/avg_at_NUMBER": "Share of right answers: those with a reward above right_above. NUMBER is n.",
-    "val/pass_at_NUMBER": "Probability that one of so many answers is right.",
+    "val/pass_at_NUMBER": "Probability that at least one of NUMBER answers is right.",
     "val/maj_at_NUMBER": (
-        "How often the most frequent final answer of n is right, from three answers on; absent without "
+        "How often the most frequent of NUMBER final answers is right, if n is at least 3; absent without "
         "trainer.save_trajectories, and where no response has a final answer."
     ),
-    "val/cut_off": "Share of responses that ended at the longest length that they may have.",
+    "val/cut_off": "Share of responses that reached their length limit.",
     "val/episode/NAME": "The metrics episode/NAME for held-out prompts.",
     "val/response_length/mean": "Mean response length on held-out prompts.",
     "val/num_prompts": "Held-out prompts that were answered and scored.",
@@ -138,7 +138,7 @@ STEP_METRICS: Mapping[str, str] = {
     # --- the barrier
     "barrier/admitted": "Trajectories in the batch.",
     "barrier/duplicates": "Trajectories that came a second time and were not admitted again.",
-    "barrier/rejected": "Trajectories of another version or digest, or that nobody asked for.",
+    "barrier/rejected": "Trajectories of another version or digest, or that were not requested.",
     "barrier/groups_dropped": "Prompt groups that were dropped after errors.",
     "barrier/groups_dropped/NAME": (
         "Prompt groups that were dropped for this reason: `reward_KIND`, with a kind of "
@@ -149,7 +149,7 @@ STEP_METRICS: Mapping[str, str] = {
         "`barrier.max_staleness`: versions from the weights that sampled a token to those that the step "
         "trained; mean over the step's tokens."
     ),
-    "barrier/staleness/max": "`barrier.max_staleness`: the same for the step's oldest tokens.",
+    "barrier/staleness/max": "`barrier.max_staleness`: this number for the step's oldest tokens.",
     # --- replay
     "replay/share": "`algorithm.replay`: share of the step's trajectories that an earlier step has trained.",
     "replay/buffer": "`algorithm.replay`: trajectories that the step could have trained again.",
@@ -157,7 +157,7 @@ STEP_METRICS: Mapping[str, str] = {
         "`algorithm.replay`: versions from the weights that sampled a token to those that the step "
         "trained; mean over the tokens that it trained again."
     ),
-    "replay/age/max": "`algorithm.replay`: the same for the oldest of these tokens.",
+    "replay/age/max": "`algorithm.replay`: this number for the oldest of these tokens.",
     # --- work ahead of the barrier
     "ahead/scored_share": (
         "`barrier.work_ahead`: share of the trajectories that the learner had scored when the batch was "
@@ -171,7 +171,7 @@ STEP_METRICS: Mapping[str, str] = {
     "guard/skipped": "Optimizer steps that the guard's rules skipped.",
     "guard/lr_scale": "Factor that the guard puts on the learning rates.",
     "guard/kl_scale": "Factor that the guard puts on the KL coefficient.",
-    "guard/out_of_memory": "Optimizer steps taken again in halved micro-batches, as memory ran out.",
+    "guard/out_of_memory": "Optimizer steps repeated in halved micro-batches because memory ran out.",
     "guard/clip_scale": "Factor that the guard puts on the policy loss's clip range.",
     "guard/rollbacks": "Rollbacks of the run so far.",
     "guard/rolled_back_to": "Step whose weights a rollback loaded.",
@@ -194,15 +194,15 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/shared_prompts": "`actor.shared_prompts`: the check in the first step that shares.",
     "timing_s/update_actor": "The policy's update.",
     "timing_s/update_weights": "Pause in which no server samples, while weights are pushed.",
-    "timing_s/cleanup": "Removing what the step before left in the broker.",
+    "timing_s/cleanup": "Removing the previous step's data from the broker.",
     "timing_s/turns": (
-        "`rollout.sleep`: seconds in which learner and rollout servers change places on their GPUs; a part "
+        "`rollout.sleep`: seconds in which learner and rollout servers take turns on their GPUs; a part "
         "of `timing_s/other` and, for the KV cache, of `timing_s/update_weights`."
     ),
     "timing_s/turns/sleep": "Part of `timing_s/turns`: engines give up their memory.",
     "timing_s/turns/free": (
         "Part of `timing_s/turns`: the learner checks whether engines have room, and frees its cached "
-        "memory if they have not; partly while weights wake."
+        "memory if they have not; partly at the same time as `wake_weights`."
     ),
     "timing_s/turns/wake_weights": "Part of `timing_s/turns`: engines take memory for weights.",
     "timing_s/turns/wake_kv_cache": "Part of `timing_s/turns`: engines take memory for their KV caches.",
@@ -212,7 +212,7 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/other": "The rest of the step's seconds.",
     "timing_s/validate": "The validation after the step.",
     "timing_s/checkpoint": (
-        "How long the checkpoint held the learner up; it is written while the run goes on."
+        "How long the checkpoint delayed the learner; its files are written while the run goes on."
     ),
     "timing_s/rollback": "Loading earlier weights.",
     # --- throughput

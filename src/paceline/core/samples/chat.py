@@ -1,4 +1,4 @@
-"""Chat messages and tools, as environments and chat templates know them; token ids are not part of them."""
+"""Chat messages and tools in the form that environments and chat templates use; they hold no token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSpec:
-    """What a model is told of a tool; `parameters` is a JSON schema of an object."""
+    """The description of a tool for the model; `parameters` is the JSON schema of an object."""
 
     name: str
     description: str
@@ -38,7 +38,8 @@ class ToolSpec:
 class Message:
     """One message; `role` is system, user, assistant or tool.
 
-    `tool_calls` are an assistant's; `name` and `call_id` say which call a tool's message answers.
+    An assistant's message has `tool_calls`; a tool's message names the call that it answers by `name` and
+    `call_id`.
     """
 
     role: str

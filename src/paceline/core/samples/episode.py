@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 OVER_CODE = "episode_over"
 """The code with which a request is refused once a limit has ended the episode."""
 OVER_MESSAGE = "this episode is over"
-"""The beginning of such a refusal's message."""
+"""The prefix of such a refusal's message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,10 +18,10 @@ class EpisodeOutcome:
     Attributes:
         stop_reason: a short stable word, see docs/environments.md.
         num_turns: how often the policy answered.
-        num_tool_calls: in all turns, those that failed included.
+        num_tool_calls: number of tool calls in all turns, including failed ones.
         tool_s: seconds that tools or the environment took.
-        reward: the environment's; None if it gives none.
-        components: further numbers of the environment.
+        reward: the environment's reward; None if it gives none.
+        components: further numbers that the environment gives.
     """
 
     stop_reason: str
@@ -38,8 +38,8 @@ class Play:
 
     Attributes:
         task: the prompt's row, plain data.
-        task_seed: the same for all samples of a prompt group.
-        episode_seed: different for each of them.
+        task_seed: seed that all samples of a prompt group share.
+        episode_seed: seed that differs between these samples.
         base_url, token, model: where the policy answers this attempt.
     """
 

@@ -1,7 +1,7 @@
-"""An image of a prompt: what messages say of it, its patches, and where its placeholders stand.
+"""The images of a prompt: their description in messages, their patches, and their placeholders.
 
-Messages carry an image's hash and grid; the patches travel beside them, by hash. In the prompt's token ids a
-placeholder stands for each of the image's tokens.
+Messages carry an image's hash and grid; the patches travel beside them, by hash. The prompt's token ids hold
+one placeholder for each of the image's tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class PlaceholderRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSpec:
-    """What a model's configuration says of images.
+    """What a model's configuration says about images.
 
     Attributes:
         token_id: token id of the placeholder.
-        merge_size: the patches along height and along width that a token stands for.
+        merge_size: number of patches along height, and along width, that one token stands for.
         width: numbers per patch.
     """
 
@@ -77,10 +77,10 @@ class ImageSpec:
 def placeholder_ranges(
     prompt_token_ids: npt.ArrayLike, images: Sequence[LoadedImage], spec: ImageSpec
 ) -> tuple[PlaceholderRange, ...]:
-    """Says where the placeholders of each image stand in its prompt, in the order of the images.
+    """Returns the placeholders of each image in the prompt, in the order of the images.
 
     Raises:
-        DataError: the prompt's placeholders are not those of the images, or an image was prepared for another
+        DataError: the prompt's placeholders do not match the images, or an image was prepared for another
             model.
     """
     places = np.flatnonzero(np.asarray(prompt_token_ids) == spec.token_id)

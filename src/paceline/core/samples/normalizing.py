@@ -3,8 +3,8 @@
     z = (x - mean) / std        reward = sum - weight * x + weight * z
 
 mean and std (of the population) are taken over the samples to train that have the component, so a reward
-depends on neither the order of arrival nor who scored it. Where all values are equal, but for rounding in
-float32, z is 0.
+depends on neither the order of arrival nor who scored it. If all values are equal up to rounding in float32,
+z is 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which prompt groups of earlier steps a step trains again (`algorithm.replay`).
+"""Chooses the prompt groups of earlier steps that a step trains again (`algorithm.replay`).
 
 trained groups, oldest first -> filter, age, size -> the buffer -> drawn by (seed, step)
 
@@ -41,7 +41,7 @@ class ReplayRule:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ReplayRule:
-        """Reads the rule as the journal has it."""
+        """Reads the rule from its form in the journal."""
         return cls(**{name: plain[name] for name in cls.__dataclass_fields__})
 
     def steps_before(self, step: int) -> range:
@@ -54,8 +54,8 @@ class ReplayRule:
         """Returns the groups that `step` may train again, newest first; only the newest of each prompt.
 
         Args:
-            groups: groups that the steps before trained for the first time.
-            without: ids of the prompts that the step trains anew.
+            groups: groups that earlier steps trained for the first time.
+            without: ids of the prompts that the step trains with new samples.
         """
         newest = sorted(groups, key=lambda group: (-group.step, group.prompt_id))
         return [
@@ -73,11 +73,11 @@ class ReplayRule:
         return sorted(drawn[: self.prompts_per_step], key=lambda group: group.prompt_id)
 
     def _is_young(self, group: TrainedGroup, step: int) -> bool:
-        """Returns whether a group's oldest token is at most `max_age` versions behind the step's."""
+        """Returns whether a group's oldest token is at most `max_age` versions behind the step."""
         return group.step < step and step - 1 - group.oldest_version <= self.max_age
 
     def _newest(self, groups: Iterable[TrainedGroup]) -> Iterator[TrainedGroup]:
-        """Yields filtered groups that are in the newest `size` trajectories; each prompt once."""
+        """Yields the groups that pass the filter among the newest `size` trajectories; each prompt once."""
         room, known = self.size, set[int]()
         for group in groups:
             if self._number(group, "kept") >= self.filter_probability:

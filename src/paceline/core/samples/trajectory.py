@@ -50,9 +50,9 @@ class SamplingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardContext:
-    """What a scorer needs beside the response; it travels with the prompt and with each trajectory.
+    """What a scorer needs besides the response; it travels with the prompt and with each trajectory.
 
-    `val_set` names the set of data.val_sets that the prompt belongs to; "" for all other prompts.
+    `val_set` names the set of data.val_sets to which the prompt belongs; "" for all other prompts.
     """
 
     ground_truth: str
@@ -66,9 +66,9 @@ class RewardContext:
 class PromptGroup:
     """An order for `len(seeds)` samples of one prompt, drawn from exactly the policy `policy`.
 
-    `messages` are what the prompt was rendered from, as the chat template takes them; where they are given,
-    each sample is an episode of turns. Empty: each is a single answer. `images` are the prompt's, in order of
-    their placeholders, which `prompt_token_ids` holds once per token of an image.
+    `messages` are the chat messages from which the prompt was rendered. If there are any, each sample is an
+    episode of several turns, otherwise a single answer. `images` are in the order of their placeholders, of
+    which `prompt_token_ids` holds one per token of an image.
     """
 
     run_id: str
@@ -85,7 +85,7 @@ class PromptGroup:
 
     @property
     def num_samples(self) -> int:
-        """Samples wanted of this prompt."""
+        """Number of samples to draw for this prompt."""
         return len(self.seeds)
 
     def trajectory_id(self, sample_index: int) -> TrajectoryId:
@@ -101,8 +101,8 @@ class Trajectory:
 
     Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. A response is all that
     follows the prompt: `response_mask` is 1 on tokens that the policy sampled, 0 on those of its environment,
-    say a tool's answer. `response_log_probs` are natural logs under the distribution that was sampled from,
-    and 0.0 where the mask is 0. Consecutive ones belong to one turn.
+    such as a tool's answer. `response_log_probs` are natural logs under the distribution that was sampled
+    from, and 0.0 where the mask is 0. Consecutive sampled tokens belong to one turn.
 
     A trajectory whose history was rewritten has further segments. Each is a separate sequence that begins
     with a prompt and does not see the tokens before it; `segment_starts` are the positions in the response
@@ -110,8 +110,8 @@ class Trajectory:
 
     `images` are the prompt's. A placeholder in the response is a token like any other.
 
-    `policy` sampled the first token. Where it did not sample all of them, `ranges` say which policy sampled
-    which tokens.
+    `policy` sampled the first token. If it did not sample all tokens, `ranges` say which policy sampled which
+    ones.
     """
 
     run_id: str
@@ -133,8 +133,8 @@ class Trajectory:
 class PartialSample:
     """Response tokens of a sample that is not delivered yet, from token `first` on.
 
-    `token_ids` and `log_probs` are (T,) with T >= 1. `ranges` count from the response's first token, as
-    `Trajectory.ranges` do: they go from `first` to `end`.
+    `token_ids` and `log_probs` are (T,) with T >= 1. `ranges` count from the response's first token, as in
+    `Trajectory.ranges`, and cover [first, end).
     """
 
     sample_index: int
@@ -146,7 +146,7 @@ class PartialSample:
 
     @property
     def end(self) -> int:
-        """The number of response tokens up to the end of these."""
+        """The position in the response after the last of these tokens."""
         return self.first + len(self.token_ids)
 
     def joined(self, later: PartialSample) -> PartialSample:

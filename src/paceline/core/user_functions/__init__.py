@@ -1,1 +1,1 @@
-"""Functions written by the user: how they are found, called and checked."""
+"""Finds, checks and calls functions written by the user."""

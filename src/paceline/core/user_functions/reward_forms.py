@@ -1,7 +1,8 @@
 """Reward functions in the forms of verl and TRL, called as those programs call them.
 
-verl: `f(data_source, solution_str, ground_truth, extra_info=None)` for a response, by name.
-TRL: `f(prompts, completions, **columns) -> list[float | None]` for several, here the samples of a prompt.
+verl: `f(data_source, solution_str, ground_truth, extra_info=None)` for one response, by keyword.
+TRL: `f(prompts, completions, **columns) -> list[float | None]` for several responses, here the samples of a
+prompt.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ def is_of_trl(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def as_verl_calls(function: Callable[..., object], takes_truth: bool) -> Callable[..., object]:
-    """Returns a function of verl's form in ours: `f(response, ground_truth, **extra)`.
+    """Adapts a function of verl's form to ours: `f(response, ground_truth, **extra)`.
 
-    If it returns a dict, the numbers and truth values are kept; if a sequence, the first value.
+    Of a returned dict, the numbers and truth values are kept; of a sequence, the first value.
 
     Args:
         function: function of verl's form.
-        takes_truth: it takes `ground_truth`.
+        takes_truth: whether it takes `ground_truth`.
     """
 
     def call(response: str, ground_truth: str, **extra: object) -> object:
@@ -58,10 +59,10 @@ def _plain(returned: object) -> object:
 def as_trl_calls(
     function: Callable[..., object], parameters: Mapping[str, inspect.Parameter]
 ) -> Callable[..., object]:
-    """Returns a function of TRL's form as one of the samples of a prompt: `f(items, completions="text")`.
+    """Adapts a function of TRL's form to the samples of a prompt: `f(items, completions="text")`.
 
-    Columns of the rows come as lists, as does the ground truth. A None that it returns counts as 0, because
-    TRL's sum leaves it out.
+    It gets the rows' columns and the ground truths as lists. A returned None counts as 0, because TRL's sum
+    leaves it out.
 
     Args:
         function: function of TRL's form.
@@ -91,7 +92,8 @@ def as_trl_calls(
 
 
 def _columns(items: Sequence[ScoreItem], completions: str) -> dict[str, Any]:
-    """Returns what TRL hands over; `completions` is "messages" for prompts that are conversations."""
+    """Returns the arguments that TRL passes; `completions` is "messages" for prompts that are
+    conversations."""
     if completions not in ("text", "messages"):
         raise ValueError(f"completions={completions!r} must be text or messages")
     as_messages = completions == "messages"

@@ -4,8 +4,8 @@ A function that scores all samples of a prompt together has the form `f(items: l
 and returns a list with a float or dict per item.
 Functions in the forms of verl and TRL are recognised by their parameters' names (`reward_forms`).
 
-This module inspects a function's signature, chooses its keyword arguments and checks its return value, no
-matter whether a child process or a reward server calls it.
+This module inspects a function's signature, chooses its keyword arguments and checks its return value, for
+calls from child processes and from reward servers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GROUP_FORM = "write f(items: list[ScoreItem], **arguments) -> list[float]"
 class RewardFunction:
     """A reward function whose signature has been inspected.
 
-    `named` are the extra fields that its signature names, `required` those of them without a default, and
+    `named` are the extra fields that its signature names, `required` are the ones without a default, and
     `takes_any` says whether it accepts others as well (`**extra`).
     """
 
@@ -64,7 +64,7 @@ class RewardFunction:
 
     @property
     def known(self) -> str:
-        """The arguments that it names, in words."""
+        """The arguments that it names, as a clause for errors."""
         return f"it has {', '.join(sorted(self.named))}" if self.named else "it has none"
 
     def keywords(self, item: ScoreItem, arguments: Mapping[str, object]) -> dict[str, object]:
@@ -105,7 +105,7 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
         function: the object.
 
     Raises:
-        ConfigError: it cannot be called with a response and a ground truth; says how to write it.
+        ConfigError: it cannot be called with a response and a ground truth; the message says how to write it.
     """
     if not callable(function):
         raise ConfigError(
@@ -243,7 +243,7 @@ def check_values(name: str, returned: object, count: int) -> list[object]:
 
 
 def check_extra_keys(extra_keys: Sequence[str]) -> None:
-    """Refuses data columns that would shadow the fields that every reward function is given.
+    """Refuses data columns with the names of fields that every reward function gets.
 
     Raises:
         ConfigError: one of `data.extra_keys` has a reserved name.
@@ -338,7 +338,7 @@ def _number(label: str, returned: object) -> float:
 
 
 def _only_element(returned: object) -> object:
-    """Returns the number in an array or tensor without dimensions, as of `mean`; else the argument."""
+    """Returns the number in an array or tensor without dimensions, such as a `mean`; else the argument."""
     if getattr(returned, "shape", None) != ():
         return returned
     return returned.item()  # type: ignore[attr-defined]

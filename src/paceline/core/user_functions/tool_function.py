@@ -1,4 +1,4 @@
-"""A Python function as a tool: what the model is told of it, and the check of a call's arguments."""
+"""A Python function as a tool: its description for the model, and the check of a call's arguments."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def describe_tool(reference: str, function: object) -> ToolSpec:
     """Describes a function as a tool: its name, its docstring, its parameters by their annotations.
 
     Raises:
-        ConfigError: it is no function, has no docstring, or a parameter that cannot be given by name.
+        ConfigError: it is not a function, has no docstring, or has a parameter that cannot be given by name.
     """
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"tool {reference!r} is {type(function).__name__}, not a function: {_FORM}")
     name = getattr(function, "__name__", reference.rpartition(":")[2])
     text = inspect.getdoc(function)
     if not text:
-        raise ConfigError(f"tool {reference!r} has no docstring, which is what the model is told: {_FORM}")
+        raise ConfigError(f"tool {reference!r} has no docstring to describe it to the model: {_FORM}")
     properties, required = {}, []
     hints = _hints(function)
     for parameter in inspect.signature(function).parameters.values():

@@ -18,7 +18,7 @@ def find_function(reference: str, subject: str) -> object:
     Args:
         reference: `module:function` or `path/to/file.py:function`, both parts not empty; a path is relative
             to the working directory.
-        subject: what it is, for errors: "reward function", "policy loss".
+        subject: kind of object, for errors: "reward function", "policy loss".
 
     Raises:
         ConfigError: there is no such file, module or function, or the module fails to import.
@@ -39,7 +39,8 @@ def find_function(reference: str, subject: str) -> object:
 
 
 def source_file(reference: str) -> Path | None:
-    """Returns the file that defines what `reference` names, without importing it; None if it is not here."""
+    """Returns the file that defines what `reference` names, without importing it; None if there is no such
+    file."""
     place, _, _ = reference.rpartition(":")
     if place.endswith(".py"):
         candidates = [Path(place).expanduser()]

@@ -29,8 +29,8 @@ class TensorSlice:
         name: the tensor's name in the Hugging Face state dict.
         global_shape: shape of the unsharded tensor.
         box: the part that a learner rank holds or a rollout rank needs, in global indices.
-        param: the rank's own name of the parameter that contains the part (`...qkv_proj.weight`); with
-            `parameters.TRANSPOSED` at its end, one that has the tensor's last two dimensions swapped.
+        param: the rank's own name of the parameter that contains the part (`...qkv_proj.weight`); the suffix
+            `parameters.TRANSPOSED` says that its last two dimensions are swapped.
         offset: index in that parameter at which the box begins; it has as many dimensions as the tensor.
     """
 
@@ -77,7 +77,7 @@ class RankPlace:
 
 
 NOWHERE: Final = RankPlace()
-"""The place of a rank about which nothing is known"""
+"""The place of a rank whose machine and GPU are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ class RankLayout:
         dtype: element type of the rank's parameters, as torch names it ("float32"). Some parameters of a
             rollout rank may still be float32; they receive numbers rounded to this type.
         slices: the slices; no two of them overlap in the rank's memory.
-        full_tensors: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
-            loads it through the inference engine. `slices` is then empty; `expand_full` fills it.
+        full_tensors: whether the rank takes the general path: it needs every tensor in full, in checkpoint
+            form, and loads it through the inference engine. `slices` is then empty; `expand_full` fills it.
     """
 
     dtype: str

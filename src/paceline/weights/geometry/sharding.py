@@ -58,7 +58,7 @@ class Grid:
     """The distinct, non-overlapping boxes of a kind, each with the numbers of its parts.
 
     Attributes:
-        starts, stops: of the boxes, (boxes, dims) int64.
+        starts, stops: start and stop indices of the boxes, (boxes, dims) int64.
     """
 
     starts: IntArray
@@ -114,7 +114,7 @@ class Sharding(Sequence[RankLayout]):
 
     @classmethod
     def of(cls, layouts: Sequence[RankLayout]) -> Sharding:
-        """The sharding that these layouts describe; raises ValueError if their dtypes or shapes differ."""
+        """Returns the sharding that these layouts describe; raises ValueError if dtypes or shapes differ."""
         if isinstance(layouts, Sharding):
             return layouts
         dtypes = {layout.dtype for layout in layouts}

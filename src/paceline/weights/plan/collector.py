@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Turns cyclic garbage collection off while the block runs, or the function that it decorates.
+    """Turns cyclic garbage collection off for a block, or for a decorated function.
 
     A plan makes hundreds of thousands of objects that stay, and no cycles. The collector would go through all
-    of them again and again, which takes a third of the time. A collector that is off stays off.
+    of them again and again, which takes a third of the time. A collector that was already off stays off.
     """
     if not gc.isenabled():
         yield

@@ -22,7 +22,7 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import Sharding
 
 SMALLEST_SHARE: Final = 0.02
-"""Sets that share less than this part of all bytes get no messages of their own"""
+"""Sets that share less than this fraction of all bytes get no messages of their own"""
 
 Members = tuple[int, ...]
 """Rollout ranks, ascending"""
@@ -69,7 +69,7 @@ class Demand:
         groups: for each need, the classes of rollout ranks that have it, each with its slice.
         class_of: the class of each rollout rank; ranks of a class have equal slices.
         sets: numbers of needs, by the exact set of classes that have them.
-        order: number of each need's tensor.
+        order: index of each need's tensor.
     """
 
     cover: Cover
@@ -131,7 +131,7 @@ class Demand:
         Args:
             together: a number for each rollout rank; ranks that need the same box and have the same number
                 form one set.
-            smallest_share: sets that share less than this part of all bytes are split into single ranks.
+            smallest_share: sets that share less than this fraction of all bytes are split into single ranks.
         """
         sets = list(self.sets.values())
         volumes = [sum(self.groups[need][0][1].box.volume for need in needs) for needs in sets]

@@ -96,7 +96,7 @@ class FlowChunks:
 
     Attributes:
         chunks: need, part of the source's kind, number of the box, and offset of each chunk.
-        starts: first chunk of each message; last, the number of chunks.
+        starts: first chunk of each message, followed by the number of chunks.
         sizes: elements of each message.
         rounds, first: round of each message; rollout rank that receives it first.
     """
@@ -116,8 +116,8 @@ class TransferPlan:
     only its own flows.
 
     A chunk gives one piece for the member that receives it from the learner, and one for each member to which
-    that one relays it. A relay passes on everything that it received over a channel in a round, in the same
-    order: learner by learner.
+    this receiver relays it. A relay passes on everything that it received over a channel in a round, in the
+    same order: learner by learner.
 
     Attributes:
         flows: all flows.
@@ -253,7 +253,7 @@ class TransferPlan:
         return hasher.digest()
 
     def content_of(self, part: MessagePart) -> tuple[object, ...]:
-        """Returns a key that is equal for message parts that a learner packs alike."""
+        """Returns a key that is equal for message parts with the same packed content."""
         return self.flows.flows[part.flow].content, self.sizes[part.flow], part.start
 
     def pieces_of(self, key: MessageKey, part: MessagePart) -> Iterator[Piece]:
@@ -336,7 +336,7 @@ class TransferPlan:
                 received[rank] += volume
                 relayed[rank] += volume * (count - 1) // count
             for node, number in of_node.items():
-                # A member gets its share of the learners, and the shares of members on other nodes.
+                # A member gets its own share from learners, and the shares of members on other nodes.
                 others = volume - by_node[node] + volume * (count - number)
                 into[node] += number * others // count
                 out[node] += number * (count - number) * volume // count

@@ -8,8 +8,8 @@ other. A push goes round by round, with two staging slots on each side:
 
 On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, round after round without a gap,
 and a `wait` makes one stream wait for the other: the same order of calls overlaps all three. With gloo a
-`wait` blocks the thread, and staging is in host memory even if the parameters are on a GPU; sides that share
-a GPU use it, because NCCL refuses them.
+`wait` blocks the thread, and staging is in host memory even if the parameters are on a GPU. Sides that share
+a GPU use gloo, because NCCL refuses them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class WeightGroup:
         """
         deadline = Deadline("weight group join", timeout_s)
         store = store or connect_store(spec, deadline)
-        # A separate connection, because the process group blocks the other.
+        # A separate connection, because the process group blocks its own.
         abandonment = Abandonment(store.clone(), spec.epoch)  # type: ignore[attr-defined]
         try:
             if not same_slices(spec.layout(rank), layout):
@@ -172,8 +172,8 @@ class WeightGroup:
             for number, pieces in enumerate(self.rounds):
                 current = following
                 if not current.on_stream:
-                    # The data to relay must have arrived, and their slot must no longer be sent from. NCCL
-                    # keeps this order by itself.
+                    # The data to relay must have arrived, and earlier sends from its slot must have ended.
+                    # NCCL keeps this order by itself.
                     current.wait(deadline)
                 following = self._post_round(number + 1, deadline)
                 current.wait(deadline)

@@ -1,4 +1,4 @@
-"""Lets the ranks of a weight group meet: deadlines, store, process groups, and cancelling a join or push."""
+"""Connects the ranks of a weight group: deadlines, store, process groups, and cancelling a join or push."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ASK_EVERY_S = 0.1
 _LOOK_EVERY_S = 0.005, 0.05
 _STORE = RankRef(MemberKind.LEARNER, 0)
 _OWN_FAILURES: Final = ("out of memory", "can't allocate memory", "cuda error")
-"""Texts in torch's errors if the process itself, not a peer, has failed"""
+"""Texts in torch's errors that mean that the process itself, not a peer, has failed."""
 _WITHOUT_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 
 

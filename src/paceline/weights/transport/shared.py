@@ -79,7 +79,7 @@ class SharedStaging:
         """Opens the staging memory of another process.
 
         Raises:
-            WeightSyncError: it cannot be opened from this process.
+            WeightSyncError: the memory cannot be opened from this process.
         """
         try:
             if device.type == "cuda":

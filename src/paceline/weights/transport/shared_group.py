@@ -3,12 +3,12 @@
 A rollout rank that shares a GPU with a learner rank exchanges no messages with other ranks: the learner rank
 receives its elements into staging that both can access, and the two tell each other their progress.
 
-    learner     pack round k; wait until the rollout rank has scattered k - 2; copy the own part, receive the
+    learner     pack round k; wait until the rollout rank has scattered k - 2; copy its own part, receive the
                 parts of other learners; when all have arrived: "ready k"
     rollout     wait for "ready k"; scatter it; when that is done: "free k"
 
-Plan, rounds and places in staging are as in any other group. So is the part of a rollout rank without a
-learner rank at its place.
+Plan, rounds and places in staging are as in any other group. A rollout rank without a learner rank at its
+place works as there, too.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SharedGroup(WeightGroup):
             rank.staging.close()
         if self._opened is not None:
             if self._on_gpu:
-                # Only this process's own copies may still read from it, and they end.
+                # Only this process's own copies may still read from it, and these finish soon.
                 torch.cuda.current_stream(self.device).synchronize()
             self._opened.close()
         self._opened = None

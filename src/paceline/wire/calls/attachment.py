@@ -112,7 +112,7 @@ def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[T
     """Decodes a message to an attached scorer.
 
     Raises:
-        InvalidMessageError: it is empty, or an item is malformed.
+        InvalidMessageError: the message is empty, or an item is malformed.
         ProtocolError: the gateway speaks another version of the contract.
     """
     return server_message_from_proto(message, _task_from_proto)
@@ -187,7 +187,7 @@ def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClien
     """Decodes a message to a client; `read` decodes a task without its ticket.
 
     Raises:
-        InvalidMessageError: the message is empty, or `read` raised it.
+        InvalidMessageError: the message is empty, or `read` raised this error.
         ProtocolError: the server speaks another version of the contract.
     """
     match message.WhichOneof("message"):

@@ -15,7 +15,7 @@ from paceline.wire.json_object import read_json_object, write_json_object
 from paceline.wire.records import from_proto, to_proto
 
 ENVIRONMENT_CONTRACT: Final = 1
-"""The version of `EnvironmentService` that this package speaks"""
+"""The version of `EnvironmentService` that this package speaks."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_CALLS = 256
@@ -32,7 +32,7 @@ def message_from_proto(message: pb.ChatMessage) -> Message:
     """Reads one message of a conversation.
 
     Raises:
-        InvalidMessageError: the role is unknown, the content too long, or arguments are no JSON object.
+        InvalidMessageError: the role is unknown, the content too long, or arguments are not a JSON object.
     """
     if message.role not in _ROLES:
         reject("ChatMessage", "unknown_value", f"role {message.role[:40]!r}, wanted {', '.join(_ROLES)}")
@@ -43,7 +43,7 @@ def message_from_proto(message: pb.ChatMessage) -> Message:
 
 
 def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ...]:
-    """Reads messages; raises as `message_from_proto`."""
+    """Reads messages; raises the same errors as `message_from_proto`."""
     return tuple(message_from_proto(message) for message in messages)
 
 

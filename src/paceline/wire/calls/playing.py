@@ -29,7 +29,7 @@ def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
 
 
 def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
-    """Decodes a message of an attached environment; an unreadable grade becomes an error of its episode.
+    """Decodes a message of an attached environment; an unreadable grade becomes that episode's error.
 
     Raises:
         InvalidMessageError: the message is empty, or a number is out of range.

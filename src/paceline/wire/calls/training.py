@@ -77,12 +77,12 @@ def _parts_in(message: learner_pb2.TrainStepRequest | learner_pb2.WorkAheadReque
 
 
 def decode_chunk(data: bytes) -> ChunkOrder:
-    """Reads the bytes of a `WorkAheadRequest`; raises as `chunk_from_proto`."""
+    """Reads the bytes of a `WorkAheadRequest`; raises the same errors as `chunk_from_proto`."""
     return chunk_from_proto(learner_pb2.WorkAheadRequest.FromString(data))
 
 
 def decode_order(data: bytes) -> TrainOrder:
-    """Reads the bytes of a `TrainStepRequest`; raises as `order_from_proto`."""
+    """Reads the bytes of a `TrainStepRequest`; raises the same errors as `order_from_proto`."""
     return order_from_proto(learner_pb2.TrainStepRequest.FromString(data))
 
 
@@ -151,7 +151,7 @@ def _token_rewards_from_proto(message: learner_pb2.BatchRow) -> tuple[tuple[int,
 
 
 def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustments:
-    """Checks ranges: scales in (0, 1], the KL's above 0, a fixed coefficient finite and not negative."""
+    """Checks ranges: scales in (0, 1], the KL scale above 0, a fixed coefficient finite and not negative."""
     for name, scale in (("lr_scale", message.lr_scale), ("clip_scale", message.clip_scale)):
         if not 0.0 < scale <= 1.0:
             reject("GuardAdjustments", "out_of_range", f"{name} is {scale}, wanted (0, 1]")
@@ -159,7 +159,7 @@ def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustment
         reject("GuardAdjustments", "out_of_range", f"kl_scale is {message.kl_scale}, wanted a number above 0")
     fixed = message.fixed_kl_coef if message.HasField("fixed_kl_coef") else None
     if fixed is not None and not 0.0 <= fixed < math.inf:
-        reject("GuardAdjustments", "out_of_range", f"fixed_kl_coef is {fixed}, wanted a number from 0 on")
+        reject("GuardAdjustments", "out_of_range", f"fixed_kl_coef is {fixed}, wanted a number of at least 0")
     return from_proto(message, Adjustments)
 
 

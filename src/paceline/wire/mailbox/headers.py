@@ -1,6 +1,6 @@
 """Encodes headers of samples, scored or not, and refusals of prompt groups as msgpack.
 
-Every decoder guards a trust boundary, as those of `paceline.wire.mailbox.messages`.
+Every decoder guards a trust boundary, like those of `paceline.wire.mailbox.messages`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def decode_trajectory_header(data: bytes) -> TrajectoryHeader:
 
 
 def decode_trajectory_headers(data: bytes) -> TrajectoryHeader | tuple[TrajectoryHeader, ...]:
-    """Reads and checks a message of the mailbox `trajectories`: one header, or those of a group.
+    """Reads and checks a message of the mailbox `trajectories`: one header, or all headers of a group.
 
     Raises:
         InvalidMessageError: the message is invalid, or its headers are not exactly those of one group.
@@ -115,7 +115,7 @@ def _read_header(fields: Fields) -> TrajectoryHeader:
 
 
 def _read_sample(fields: Fields) -> dict[str, Any]:
-    """Reads what all headers have."""
+    """Reads the fields that all headers have."""
     num_response_tokens = fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens)
     return {
         "run_id": fields.name("run_id"),
@@ -181,7 +181,7 @@ def refusal_of(
     detail: str,
     deliveries: int,
 ) -> GroupRefusal | None:
-    """Makes a refusal for the group of a message of the mailbox prompts or trajectories.
+    """Makes a refusal for the group of a message in the mailbox `prompts` or `trajectories`.
 
     The rest of the message may be invalid. Returns None if the group cannot be read.
     """

@@ -1,4 +1,5 @@
-"""Encodes the saved progress of a group's unfinished samples: appended frames, each a message."""
+"""Encodes the saved progress of a group's unfinished samples as appended frames, each of which is a
+message."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def decode_progress(data: bytes, *, vocab_size: int | None = None) -> dict[int, 
             part = _read_part(fields, vocab_size)
             before = samples.get(part.sample_index)
             if part.first != (before.end if before else 0) or (before and before.seed != part.seed):
-                fields.reject("inconsistent", f"sample {part.sample_index} does not go on at {part.first}")
+                fields.reject("inconsistent", f"sample {part.sample_index} does not continue at {part.first}")
             samples[part.sample_index] = before.joined(part) if before else part
     for sample in samples.values():
         if fault := range_fault(sample.ranges, sample.end):
