@@ -223,7 +223,7 @@ async def test_a_server_that_is_still_asked_is_not_left_when_its_name_is_unknown
 
 async def test_a_name_without_an_address_ends_the_client_after_its_patience(listed: set[str]) -> None:
     client = RewardAttachment(length, address="reward:7000", name="judge", every_address=True, patience_s=0.1)
-    with pytest.raises(PeerLostError, match="reward:7000 has stood for no address for 0.1 s"):
+    with pytest.raises(PeerLostError, match="reward:7000 has not resolved to any address for 0.1 s"):
         await client.run()
 
 

@@ -20,7 +20,7 @@ _ANSWER_S = 20.0
 
 
 class Training:
-    """A run that is going on.
+    """A run in progress.
 
     Attributes:
         stopping: whether a callback has asked to end the run.
@@ -42,10 +42,10 @@ class Training:
         """Multiplies the configured learning rates; replaces the current scale, including the guard's.
 
         Returns:
-            The first step that is trained with it.
+            The first step that is trained with the new scale.
 
         Raises:
-            ConfigError: it is not from 0 to 100, or the run has ended.
+            ConfigError: `lr_scale` is not from 0 to 100, or the run has ended.
             PeerLostError: the controller does not answer.
         """
         note = run_dirs.read_note(self.run_dir)
@@ -69,9 +69,9 @@ class Callback:
         """Handles a finished step, before the loop gets it; step 0 is the starting model."""
 
     def after_validation(self, step: Step, training: Training) -> None:
-        """Handles the validation of a step that came in while later steps were trained.
+        """Handles a validation that arrived while later steps were trained (`rollout.validation_servers`).
 
-        With `rollout.validation_servers`; `step` has the validation's metrics, which `after_step` had not.
+        `step` now has the validation's metrics, which it lacked in `after_step`.
         """
 
 
@@ -80,8 +80,8 @@ class EarlyStop(Callback):
     """Ends a run whose metric has stopped improving.
 
     Args:
-        metric: its name in docs/metrics.md; steps without it do not count.
-        patience: how many measurements in a row may fail to improve on the best.
+        metric: the metric's name in docs/metrics.md; steps without it do not count.
+        patience: how many consecutive measurements may fail to improve on the best one.
         min_delta: smallest improvement that counts.
         minimize: whether smaller values are better.
         target: the run also ends when the metric reaches this value.
@@ -97,7 +97,7 @@ class EarlyStop(Callback):
         self._best, self._waited = -math.inf, 0
 
     def after_validation(self, step: Step, training: Training) -> None:
-        """Compares the metric as after a step."""
+        """Compares the metric, as `after_step` does."""
         self.after_step(step, training)
 
     def after_step(self, step: Step, training: Training) -> None:

@@ -37,7 +37,8 @@ class LoadedRun:
         """Returns the trajectories of a step, or those of the validation after it, as a pyarrow.Table.
 
         Raises:
-            DataError: none were saved for it (trainer.save_trajectories), or no validation followed it.
+            DataError: no trajectories were saved (trainer.save_trajectories), or no validation followed the
+                step.
         """
         import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Training as a loop in a script, which decides what each step samples and trains.
+"""Lets a script train in a loop, and decide what each step samples and trains.
 
     async with session("run.yaml") as run:
         async for step in run:
@@ -45,7 +45,7 @@ async def session(
     Args:
         config: a file, or the same tree as a mapping.
         overrides: "dotted.key=value", as on the command line.
-        say: is called with notes for people and with events of the start-up.
+        say: called with notes for the user and with events of the start-up.
 
     Raises:
         ConfigError: the run cannot be started, or it is finished.
@@ -111,7 +111,7 @@ class LedRun:
         """Waits for a controller that is in `step` (None: in any step); returns None if the run has ended.
 
         Raises:
-            PeerLostError: the run went on, or back, to another step.
+            PeerLostError: the run has gone on, or back, to another step.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_ended or self._is_open())
@@ -261,7 +261,7 @@ class LedStep:
         """Ends the step, with `next` or with `stop`, which ends the run.
 
         Raises:
-            ConfigError: it is not published.
+            ConfigError: the step is not published.
         """
         if not self.is_published:
             raise ConfigError(

@@ -24,7 +24,7 @@ class Step:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Its trajectories, a dict each; [] where none were saved (trainer.save_trajectories)."""
+        """The step's trajectories, a dict each; [] if none were saved (trainer.save_trajectories)."""
         path = samples_file(self.run_dir, self.number)
         if not path.is_file():
             return []

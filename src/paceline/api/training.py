@@ -29,7 +29,7 @@ def train(
         config: a file, or the same tree as a mapping.
         overrides: "dotted.key=value", as on the command line.
         callbacks: called in their order before and after each step.
-        say: is called with notes for people and with events of the start-up.
+        say: called with notes for the user and with events of the start-up.
 
     Raises:
         ConfigError: the run cannot be started, or it is finished.

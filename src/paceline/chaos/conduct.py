@@ -44,8 +44,8 @@ class Plan:
 
     Attributes:
         overlap: most faults at a time from which the run has not recovered yet; 1: one after the other.
-        stop: whether the run ends after the last recovery; else at its last step.
-        only: patterns of the faults that may come; empty: all.
+        stop: whether the run ends after the last recovery instead of at its last step.
+        only: patterns of the faults that may be drawn; all if empty.
     """
 
     seed: int

@@ -45,7 +45,7 @@ _OF_REDIS = (FaultKind.LOSE_DATA, FaultKind.FULL, FaultKind.CUT_CLIENTS, FaultKi
 _OF_LINKS = (FaultKind.DELAY, FaultKind.CUT, FaultKind.HOLE, FaultKind.LONG_HOLE)
 _SHORT_S = (1.0, 8.0)
 _BEYOND_DEAD_S = (3.0, 8.0)
-# How often a fault comes; a fault that costs a start of an engine or the learner, or a long silence, comes
+# How often a deck has a fault; one that restarts an engine or the learner, or causes a long silence, is in it
 # once.
 _TIMES = 3
 

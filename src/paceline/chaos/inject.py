@@ -59,8 +59,8 @@ class Injector:
     async def aim(self, fault: Fault, *, within_s: float) -> Callable[[], Awaitable[Any]]:
         """Finds a fault's target, which may just be restarting; returns a function that injects the fault.
 
-        That function returns when the fault is over, and raises BrokerError if the Redis server does not do
-        what it is told.
+        That function returns when the fault is over, and raises BrokerError if the Redis server refuses a
+        command.
 
         Raises:
             PeerLostError: there is no such target within `within_s` seconds.

@@ -45,11 +45,11 @@ class Proxy:
 
     @property
     def num_connections(self) -> int:
-        """How many connections it passes bytes for."""
+        """Number of connections whose bytes it passes on."""
         return len(self._writers) // 2
 
     def cut(self) -> None:
-        """Cuts all connections; new ones are taken."""
+        """Cuts all connections; new ones are accepted."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -27,7 +27,7 @@ class FaultRecovery:
             recovery.
         step_s: seconds from the fault until, after the fault's end, the run finished a step that it had not
             finished before; None: never.
-        ready_s: seconds until the members that it hit worked again; None: never.
+        ready_s: seconds until the members that the fault hit worked again; None: never.
     """
 
     number: int
@@ -114,7 +114,7 @@ def by_kind(outages: Sequence[FaultRecovery]) -> dict[str, RecoveryTally]:
 
 
 def table(outages: Sequence[FaultRecovery]) -> Table:
-    """Counts and recovery times by kind of fault and of target."""
+    """Makes a table of counts and recovery times by kind of fault and of target."""
     drawn = Table("fault", box=None, pad_edge=False)
     for title in ("times", "median s", "longest s", "alone s", "hangs"):
         drawn.add_column(title, justify="right")

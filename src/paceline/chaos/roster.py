@@ -34,7 +34,7 @@ _WORKING = frozenset(
 
 
 class Roster:
-    """Knows who works in the run in `run_dir`."""
+    """Knows which members of the run in `run_dir` work."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -63,7 +63,7 @@ class Roster:
     ) -> None:
         """Waits until an answer from now on names all `members` as working.
 
-        With `unlike`, the process of `service` must also differ from that one.
+        With `unlike`, the process of `service` must also be another one than `unlike`.
         """
         since = asyncio.get_running_loop().time()
         while True:

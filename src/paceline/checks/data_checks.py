@@ -1,4 +1,4 @@
-"""Checks the data: its files, its rows, the prompts that are made of them."""
+"""Checks the data: files, rows, and the prompts that they contain."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def training_line(config: RunConfig) -> str:
 
 
 def validation_line(config: RunConfig) -> str:
-    """Reads the held-out prompts as the controller will; says of each set how many it keeps."""
+    """Reads the held-out prompts as the controller will; says how many each set keeps."""
     sets = config.held_out_sets
     if not sets:
         return _asked_for(config) or "none (data.val_files and data.val_sets are empty: no validation)"

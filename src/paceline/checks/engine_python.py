@@ -36,7 +36,8 @@ def require_engine(python: str, facts: EngineFacts) -> None:
         python: the interpreter, as in `rollout.python`.
 
     Raises:
-        EnvironmentLackError: it does not start, or packages or this version of Paceline are lacking there.
+        EnvironmentLackError: it does not start, or its environment lacks packages or this version of
+            Paceline.
     """
     command = [python, "-c", _QUESTION, json.dumps([*_MODULES, facts.package])]
     try:

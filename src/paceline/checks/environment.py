@@ -1,4 +1,4 @@
-"""Examines this machine: what it offers to a run, what it lacks, and how to get it."""
+"""Examines this machine: what it offers to a run, what it lacks, and how to add it."""
 
 from __future__ import annotations
 

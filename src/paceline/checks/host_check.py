@@ -58,7 +58,7 @@ def check_hosts(
     """Asks all hosts at once, over the remote shell that will start their services.
 
     Args:
-        hosts: what HOSTS.yaml says.
+        hosts: the content of HOSTS.yaml.
         tls_dir: this machine's folder of TLS files.
         insecure: whether services may talk in plain text, as `service.insecure` says.
         ports: `service.ports`.
@@ -114,8 +114,8 @@ def ask_python(
     """Runs a program with a host's interpreter; the program prints its answer as JSON in its last line.
 
     Args:
-        hosts: where the remote shell is named.
-        host: whose folder is the program's working directory.
+        hosts: the content of HOSTS.yaml, which names the remote shell.
+        host: the host; its folder is the program's working directory.
         words: arguments of the program.
         env: further variables, for values that must not appear in a process list.
 

@@ -28,7 +28,8 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
 
     Raises:
         ConfigError: there is no engine of this name.
-        EnvironmentLackError: some are missing, as after installing the wheel without extras.
+        EnvironmentLackError: packages are missing, for example because the wheel was installed without
+            extras.
     """
     if engine:
         for_each_engine(config, _require_with_engine)

@@ -24,9 +24,9 @@ class CheckNeed(enum.Enum):
 
     NOTHING: nothing more.
     SELF_TEST: time for the learner's self-test, and a folder for its results.
-    HERE: must be executed on the machine where the run will start.
-    ELSEWHERE: that the run will start on another machine.
-    ENGINE: HERE, time for the engine's test, and the folder with the results of the self-test.
+    HERE: execution on the machine where the run will start.
+    ELSEWHERE: a run that will start on another machine.
+    ENGINE: like HERE, with time for the engine's test and the folder with the results of the self-test.
     """
 
     NOTHING = 0
@@ -43,7 +43,7 @@ class PreflightCheck:
     Attributes:
         run: returns a line of facts on a configuration; raises a PacelineError that says what is wrong. With
             SELF_TEST and ENGINE it takes the folder as `kept`.
-        wait: says what takes several seconds; printed before the check.
+        wait: what takes several seconds, in words; printed before the check.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Checks that services perform, each in its own process: they import torch, an engine or a user's module."""
+"""Runs checks of services, each in its own process, because they import torch, an engine or a user's
+module."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def check_algorithm(config: RunConfig) -> str:
     """Has the learner call a user's own algorithm, estimator and policy loss.
 
     Raises:
-        ConfigError: with its reason, if one has a fault.
+        ConfigError: one of them has a fault; the message gives the reason.
     """
     return _check_of("learner", "algorithm", config, "the algorithm", ConfigError)
 
@@ -33,7 +34,7 @@ def try_dataflow(config: RunConfig) -> str:
     """Has the controller try a step of a user's dataflow; returns what the step did.
 
     Raises:
-        ConfigError: with its reason, if the dataflow has a fault.
+        ConfigError: the dataflow has a fault; the message gives the reason.
     """
     return _check_of("controller", "dataflow", config, "trainer.dataflow", ConfigError)
 
@@ -42,7 +43,7 @@ def self_test(config: RunConfig, kept: Path) -> str:
     """Runs the learner's self-test and returns its line; its small model and log-probs remain in a folder.
 
     Raises:
-        ModelError: with its reason, if the model is refused or its numbers are wrong.
+        ModelError: the model is refused or its numbers are wrong; the message gives the reason.
     """
     # Needs only config.json, which is on this machine if the controller is.
     local = with_local_models(config)

@@ -196,7 +196,7 @@ def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
 def renew(
     folder: Path, names: Sequence[str], *, redis_hosts: Sequence[str] = (), days: float = ISSUED_DAYS
 ) -> list[str]:
-    """Issues a certificate into folder/NAME for each name without one or with one past half of its lifetime.
+    """Issues certificates into folder/NAME for names that have none, or one past half of its lifetime.
 
     When a new authority is about to follow, the CA file in every folder is updated.
 
@@ -204,7 +204,7 @@ def renew(
         A sentence for each name.
 
     Raises:
-        ConfigError, EnvironmentLackError: as those of `role_of` and `Authority.issue`.
+        ConfigError, EnvironmentLackError: as in `role_of` and `Authority.issue`.
     """
     authority, said = Authority.of_today(folder), []
     if len(authority.trusted) > 1:
@@ -236,7 +236,7 @@ def role_of(name: str) -> str:
     """Returns the role that a name begins with: rollout-0 is a rollout server.
 
     Raises:
-        ConfigError: the name begins with none.
+        ConfigError: the name begins with no role.
     """
     role = name.partition("-")[0]
     if role not in ROLES:

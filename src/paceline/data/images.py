@@ -49,7 +49,7 @@ class ImageReader:
     Args:
         column: the column with images.
         processor: the model's image processor.
-        image_token_id: stands in a prompt for each token of an image.
+        image_token_id: token id that stands in a prompt for each token of an image.
     """
 
     def __init__(self, column: str, processor: Any, image_token_id: int) -> None:
@@ -78,7 +78,7 @@ class ImageReader:
         if not (path / "preprocessor_config.json").is_file():
             raise ModelError(
                 f"model folder {path} has no preprocessor_config.json, which says how images become patches; "
-                "copy it from where the model comes from"
+                "copy it from the model's source"
             )
         try:
             import PIL  # noqa: F401
@@ -142,7 +142,7 @@ class ImageReader:
         where = str(source.place) if isinstance(source.place, Path) else "an image in the data"
         content = _content(source.place, where)
         if hashlib.sha256(content).hexdigest() != source.digest:
-            raise DataError(f"{where} has changed since the run has read it; keep a run's data as it is")
+            raise DataError(f"{where} has changed since the run has read it; leave a run's data unchanged")
         try:
             output = self._processor([_opened(content, where).convert("RGB")])
         except OSError as error:

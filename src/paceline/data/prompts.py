@@ -66,7 +66,7 @@ def load_tokenizer(
     """Loads the tokenizer of a model folder, without a download.
 
     Args:
-        template_kwargs: arguments of every call of its chat template, as `data.chat_template_kwargs`.
+        template_kwargs: arguments of every call of its chat template, as in `data.chat_template_kwargs`.
 
     Raises:
         ModelError: the folder is missing or holds no tokenizer.
@@ -174,7 +174,8 @@ def last_message(value: object) -> str:
 
 
 def exchange_text(tokenizer: Tokenizer, prompt: str, answer: str) -> str:
-    """Returns a message with its answer for a reward model: in the chat template, if there is one."""
+    """Returns the text of a message and its answer for a reward model, in the chat template if there is
+    one."""
     if not tokenizer.chat_template:
         return prompt + answer
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -211,7 +212,7 @@ class PromptFacts:
     """Facts about all prompts of a set.
 
     Attributes:
-        digest: digest of their tokens and of what their rewards need.
+        digest: digest of their tokens and of the data that their scorers need.
         sources: their data sources; "" for none.
         first_text: id of the first plain-text prompt; None without one.
         longest: number of tokens of the longest prompt.

@@ -71,12 +71,12 @@ class StoredRows(Sequence[tuple[Row, Path]]):
 
 
 def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[Row]:
-    """Reads all rows of `files`, in order; raises as `StoredRows`."""
+    """Reads all rows of `files`, in order; raises the same errors as `StoredRows`."""
     return [row for row, _ in StoredRows(files, required)[:]]
 
 
 def first_row(file: str | Path) -> Row:
-    """Returns the first row of a file; {} if it is empty. Raises as `first_rows`."""
+    """Returns the first row of a file; {} if it is empty. Raises the same errors as `first_rows`."""
     return next(iter(first_rows(file, 1)), {})
 
 

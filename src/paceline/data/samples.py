@@ -20,7 +20,8 @@ class ScoredSample:
         reward: the reward, from the scorers or from the dataflow.
         text: the response; "" if texts were left out of the sampling.
         baseline: number that `algorithm.adv_estimator: remax` subtracts from the reward; None for none.
-        num_baseline_tokens: length of the answer with that score, for `algorithm.overlong`; 0 for none.
+        num_baseline_tokens: length of the answer with the baseline score, for `algorithm.overlong`; 0 for
+            none.
         is_given: whether the dataflow gave the reward.
     """
 
@@ -66,7 +67,7 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSamples(Sequence[ScoredSample]):
-    """The samples of one sampling by prompt: those of its first purpose; `beside` holds the others."""
+    """The samples of one sampling, by prompt, for its first purpose; `beside` holds those for its others."""
 
     samples: Sequence[ScoredSample]
     beside: Mapping[str, Sequence[ScoredSample]] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""What a run is made of and how its processes start, live and end on one machine or several."""
+"""Plans the processes of a run, and starts, watches and ends them on one machine or several."""

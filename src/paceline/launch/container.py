@@ -110,8 +110,8 @@ def own_gpus(environ: Mapping[str, str]) -> dict[str, str] | None:
 def container_code(module: str, codes: Sequence[int], *, engine_restarts: bool) -> int:
     """Returns the exit code of a container whose processes ended by themselves with these codes.
 
-    A controller that ends with an error has told the members that the run is over, and they have left: it is
-    worth a restart only after a signal.
+    A controller that ends with an error has told the members that the run is over, and they have left, so a
+    restart helps only after a signal.
     """
     end = judge(codes)
     if end is End.KILLED:
@@ -120,7 +120,7 @@ def container_code(module: str, codes: Sequence[int], *, engine_restarts: bool) 
     if not engine_restarts or code in (0, EXIT_INTERRUPTED):
         return code
     if end is End.FINAL or (end is End.FAILED and module == _CONTROLLER):
-        print(f"{module} ended with exit code {code}: a new start would not mend it", file=sys.stderr)
+        print(f"{module} ended with exit code {code}: a restart would not fix it", file=sys.stderr)
         return 0
     return EXIT_FAILED
 

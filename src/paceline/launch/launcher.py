@@ -97,7 +97,7 @@ async def launch(
     Args:
         run_dir: the directory that `run_dirs.prepare` made.
         planner: makes the processes' specs.
-        is_open: keep the token in the run directory and say how further members join.
+        is_open: whether to keep the token in the run directory and to show how further members join.
     """
     adopt_orphans()
     launcher = _Launcher(config, run_dir, view, planner or ProcessPlanner(), is_open=is_open)
@@ -213,7 +213,7 @@ class _Launcher:
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def _if_interrupted(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """Returns the outcome; for a run that ended in order but early, that of an interrupted run."""
+        """Returns the outcome, or that of an interrupted run if the run ended in order but early."""
         if not outcome.ok or self._last_step is None or self._view.finished >= self._config.trainer.num_steps:
             return outcome
         return replace(outcome, ok=False, exit_code=128 + signal.SIGINT)
@@ -476,10 +476,10 @@ class _Launcher:
 
 
 def _with_ports(config: RunConfig) -> RunConfig:
-    """Returns the configuration with the ports that others know before a server listens.
+    """Returns the configuration with the ports that others must know before a server listens.
 
-    They are the controller's, and the reward service's if reward models attach to it. Restarted servers keep
-    them.
+    These are the ports of the controller and, if reward models attach to it, of the reward service. Restarted
+    servers keep them.
     """
     service = config.service
     ports, among = {}, read_ports(service.ports) if service.ports else None

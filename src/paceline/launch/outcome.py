@@ -15,8 +15,8 @@ class LaunchOutcome:
     """Says how a launch ended, and why.
 
     Attributes:
-        exit_code: the command's.
-        began: whether the run's members were started, so that its folder says something.
+        exit_code: exit code of the command.
+        began: whether the run's members were started, so that its folder has records.
     """
 
     ok: bool

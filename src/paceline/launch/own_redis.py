@@ -17,14 +17,15 @@ log = logging.getLogger(__name__)
 
 
 class OwnRedis:
-    """Owns the run's server; create and tend it in the main thread: the server dies with its thread."""
+    """Owns the run's server; create and tend it in the main thread, because the server dies with the thread
+    that started it."""
 
     def __init__(self, folder: Path, history: RestartHistory, *, max_memory_mib: int | None = None) -> None:
         self._history = history
         self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
 
     def end(self, *, keep_data: bool) -> None:
-        """Stops the server; `keep_data` is for the inspection of a failed run: no run resumes from the
+        """Stops the server; `keep_data` is only for inspecting a failed run, because no run resumes from the
         data."""
         self.server.stop()
         if not keep_data:
@@ -40,7 +41,7 @@ class OwnRedis:
         """Restarts the server whenever it ends; returns a sentence that says why it is not restarted any
         more.
 
-        The arguments are the same as those of `Services`.
+        The arguments are those of `Services`.
         """
         reason = outcome = ""
         while True:

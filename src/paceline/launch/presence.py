@@ -1,5 +1,4 @@
-"""Presence: how long the controller has not heard from a running process. Pure: the caller passes the
-time."""
+"""Presence: how long the controller has not heard from a running process. The caller passes the time."""
 
 from __future__ import annotations
 

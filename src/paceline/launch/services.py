@@ -2,7 +2,7 @@
 
 a process ends -> its companions end -> the controller is told
     -> restarts.judge -> left | pause, start again | the run ends
-one that was never ready ends with an error, or a second time with the same one before anything has worked
+a process that was never ready ends with an error, or one ends twice with the same error before any work
     -> the run ends, as more attempts would only delay the message, unless the process says that the next
     start may succeed
 the controller misses a process that still runs -> it is killed -> as above
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # an error when the run is over, and the controller's last event may come after their end.
 _LATE_NEWS_S = 0.5
 _LATE_END_S = 5.0
-# The other ranks of a learner get this long to write down why they lost a rank.
+# The other ranks of a learner get this long to log why they lost a rank.
 _COMPANIONS_S = 1.0
 # Process ids, ports and addresses: two errors that differ only in these are the same.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
@@ -63,7 +63,7 @@ class Unit:
         return self.ending is None and any(process.running for process in self.processes)
 
     def repeats(self, error: str) -> bool:
-        """Notes the error with which the unit ended, or ""; returns whether it ended with the same one
+        """Notes the error with which the unit ended, or ""; returns whether it ended with the same error
         before."""
         last, self.last_error = self.last_error, _NUMBERS.sub("#", error)
         return bool(error) and self.last_error == last
@@ -81,8 +81,8 @@ class Services:
     Args:
         say: shows a message to the user.
         changed: called after every start, with new process ids.
-        note_end: writes down that a process ended: its name, how, and whether it is started again; returns
-            when and in which step, in words.
+        note_end: records that a process ended: its name, how, and whether it is started again; returns in
+            words when and in which step.
         report_end: tells the controller which incarnations of a member have ended, and how.
         has_worked: whether units of a role have done useful work in this run.
     """

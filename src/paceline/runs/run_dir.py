@@ -39,7 +39,7 @@ _STARTS = ("actor.optim.warmup_steps_ratio", "critic.optim.warmup_steps_ratio", 
 _KL_TYPE = "algorithm.kl_ctrl.type"
 
 _OUTSIDE = ("broker.url", "trainer.checkpoint_url")
-"""Where a run writes, by its id, outside its folder."""
+"""The places outside its folder to which a run writes, by its id."""
 
 _HUB_NAME = re.compile(r"hf://[^\s,\]'\"]+")
 

@@ -43,7 +43,7 @@ class Outcome:
 
 
 def tool(timeout_s: float = 10.0) -> Callable[[_Method], _Method]:
-    """Makes a method a tool; its docstring and annotations describe it to the model.
+    """Marks a method as a tool; its docstring and annotations describe it to the model.
 
     A plain method runs in a thread, which cannot be ended: after `timeout_s` its answer is ignored.
     """
@@ -111,7 +111,7 @@ class Environment:
         return Outcome()
 
     async def release(self) -> None:
-        """Frees the instance's resources; called once, after `close` or in its place."""
+        """Frees the instance's resources; called once, after or instead of `close`."""
 
     async def call_tools(self, action: Message, *, done: str = "") -> Observation:
         """Makes a turn's calls one after another; a failing call is answered with "error:" and the reason.

@@ -114,7 +114,7 @@ class CalledFunction:
         results = []
         for item, value in zip(items, returned, strict=True):
             try:
-                if isinstance(value, RewardError):  # only of this item
+                if isinstance(value, RewardError):  # concerns only this item
                     raise value
                 results.append(self._result(item, value))
             except RewardError as error:

@@ -63,7 +63,7 @@ class Threads:
     A thread whose call exceeds the deadline is abandoned and replaced, until `size` threads hang.
 
     Args:
-        size: most calls at a time.
+        size: maximum number of concurrent calls.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,7 +81,7 @@ class Threads:
         """Runs a function in a thread.
 
         Raises:
-            TimeoutError: it takes longer than `timeout_s`; it goes on in its thread.
+            TimeoutError: the call takes longer than `timeout_s`; it goes on in its thread.
             ConnectionError: too many calls hang.
             Exception: what the function raises.
         """
@@ -125,7 +125,7 @@ class LoopThread:
     abandoned and replaced, until that has happened `size` times.
 
     Args:
-        size: most calls at a time.
+        size: maximum number of concurrent calls.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Addresses: what a service listens on, and where others reach it.
+"""Addresses on which services listen, and under which others reach them.
 
 A host is an address (IPv4, or IPv6 with or without brackets), the name of a network interface of this
 machine, or a host name. In host:port an IPv6 address stands in brackets.
@@ -34,7 +34,7 @@ def split(address: str) -> tuple[str, int]:
     """Returns the host, without brackets, and the port of host:port.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the address has another form.
     """
     host, _, port = address.rpartition(":")
     plain = host.strip("[]")
@@ -92,8 +92,8 @@ def to_advertise(host: str, advertise: str, *, towards: str = "") -> str:
     """Returns the address or name under which others reach a server that listens on `host`.
 
     Args:
-        host: what it listens on, as `to_bind` returns it.
-        advertise: what the user chose, or "": then `host`, or for a wildcard this machine's address on the
+        host: the address on which the server listens, as `to_bind` returns it.
+        advertise: the user's choice. "" means `host`; if that is a wildcard, this machine's address on the
             route to `towards`, or its name.
         towards: host:port of the peer that learns the address, or "".
     """
@@ -170,7 +170,7 @@ def _interface_of(host: str) -> str | None:
 
 
 def add_address_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --host and --advertise, with their forms in the environment."""
+    """Adds --host and --advertise, with their environment variables."""
     parser.add_argument(
         "--host",
         default=from_environment(_HOST, "127.0.0.1"),
@@ -186,13 +186,13 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --data-host, with its form in the environment."""
+    """Adds --data-host, with its environment variable."""
     parser.add_argument(
         "--data-host",
         default=from_environment(DATA_HOST, ""),
         metavar="HOST",
-        help="address or interface of this machine, on the network that is to carry weights and what learner "
-        f"ranks exchange, if it is not --host (or {DATA_HOST})",
+        help="address or interface of this machine for weights and for traffic between learner ranks, "
+        f"if it is not --host (or {DATA_HOST})",
     )
 
 

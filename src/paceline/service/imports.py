@@ -16,7 +16,7 @@ def without_collections() -> Iterator[None]:
     An import creates objects that stay. The collector would visit all of them for every 100,000 new ones,
     which takes a fifth of the time of importing torch, transformers or an engine.
     """
-    if not gc.isenabled():  # another block around this one, or beside it in another thread
+    if not gc.isenabled():  # another such block is active, maybe in another thread
         yield
         return
     num_modules = len(sys.modules)

@@ -38,8 +38,8 @@ def headlines(names: Iterable[str]) -> dict[str, str]:
 
 
 def before_and_after(name: str, values: Sequence[float]) -> tuple[float, float, int]:
-    """Returns the numbers that a headline compares: means of the first and last values, and how many values
-    each.
+    """Returns the numbers that a headline compares: the means of the first and of the last values, and the
+    number of values in each mean.
 
     A validation counts with one value; the training's reward with up to five, as single batches differ by
     chance.
@@ -111,7 +111,7 @@ METRICS: tuple[ShownMetric, ...] = (
     ShownMetric("algorithm/reference_kl", "KL", "to the reference", column="KL", format=".4f"),
     ShownMetric("actor/kl_loss", "KL", "KL loss", column="KL", format=".4f"),
     ShownMetric("actor/ppo_kl", "KL", "old to new policy", column="KL", format=".4f"),
-    ShownMetric("actor/ppo_kl_max", "KL", "the same, worst mini-batch"),
+    ShownMetric("actor/ppo_kl_max", "KL", "old to new, worst mini-batch"),
     ShownMetric("algorithm/kl_coef", "KL coefficient", "coefficient"),
     ShownMetric("actor/pg_clipfrac", "Clip fractions", "policy", column="clip"),
     ShownMetric("actor/pg_clipfrac_lower", "Clip fractions", "dual clip"),
@@ -198,7 +198,7 @@ CHART_NOTES: Mapping[str, str] = {
     "Largest log-prob difference": "rollout against learner, any token",
     "Spread of rewards": "over the samples of a step",
     "Groups without spread": "share whose samples all have the same reward: they teach nothing",
-    "Utilisation": "MFU; arithmetic left by sharing prompts; share of a step that is no work",
+    "Utilisation": "MFU; arithmetic left when prompts are shared; share of a step that is overhead",
     "Throughput": "prompt and response tokens per second of a step",
     "Weight push": "milliseconds",
     "Barrier wait": "seconds between the first and the last trajectory",

@@ -25,14 +25,14 @@ SHARED_MEMORY: Final = 0.4
 _WEIGHTS_SHARE: Final = 0.6
 # A step is clearly shorter if its estimate is below this share of the other.
 _CLEARLY: Final = 0.98
-# Assumed bytes of a GPU of unknown size.
+# Assumed size in bytes of a GPU of unknown size.
 _USUAL_MEMORY: Final = 80_000_000_000
 _MOST_UTILIZATION: Final = 0.85
 # Share of a GPU's memory for other processes' contexts and for what the plan does not know.
 _MARGIN: Final = 0.04
 # Unused blocks of a sequence in the KV cache: its last one is not full, and one is allocated ahead.
 _SPARE_TOKENS: Final = 32
-# Least limit of sequences per server: validations may have more prompts than a small batch.
+# Lower bound of the limit of sequences per server: validations may have more prompts than a small batch.
 _LEAST_SEQUENCES: Final = 128
 
 

@@ -35,7 +35,7 @@ class Layout:
 
     Attributes:
         config: configuration with ranks, engines and their GPUs; memory settings are as in the file.
-        settled: the same with nothing left open.
+        settled: the same configuration with nothing left open.
         refusal: why the layout does not fit a GPU's memory; "" if it fits, or if nothing is known.
         time: the estimate of a step; None where GPUs or the model's shape are unknown.
     """
@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Names the layout for people."""
+        """Describes the layout in words."""
         learner, rollout = self.settled.learner, self.settled.rollout
         size = rollout.tensor_model_parallel_size
         engines = many(rollout.replicas, "engine") + (f" of {many(size, 'GPU')}" if size > 1 else "")
@@ -75,7 +75,7 @@ def layouts(config: RunConfig, machine: Machine, **tokens: int | None) -> list[L
     """
     gpus = gpus_to_share(config, machine.gpus)
     choices = list(_choices(config, gpus, machine)) if _is_free(config) else [_given(config, gpus, machine)]
-    # Two choices can give the same layout, because engines of adapters stay awake in turns, too.
+    # Two choices can give the same layout, because with adapters engines stay awake even in turns.
     distinct: dict[Any, Layout] = {}
     for choice in choices:
         layout = _weighed(choice, machine, tokens)
@@ -239,5 +239,5 @@ def _on_one_gpu(config: RunConfig, gpu: int) -> RunConfig:
 
 
 def many(count: int, noun: str) -> str:
-    """Says how many of something there are."""
+    """Returns a count with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -49,7 +49,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Returns what this machine has."""
+        """Returns the resources of this machine."""
         gpus = tuple(_gpu_indices())
         if gpus and is_cpu_build():
             return cls(num_cores=num_cores(), gpus=(), num_unusable_gpus=len(gpus))

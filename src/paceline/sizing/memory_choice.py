@@ -26,7 +26,7 @@ LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, off
 """Tokens of a micro-batch, if nothing is known about model or GPUs."""
 
 _RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.5, 0.25, "full")
-# The fewest and the most tokens of a micro-batch that are tried.
+# Minimum and maximum tokens of a micro-batch that are tried.
 _LEAST_TOKENS = 8_192
 _MOST_TOKENS = 24_576
 # Bytes of host memory per parameter: the averages, and the checkpoint's copy of weights and averages.
@@ -79,8 +79,8 @@ def choose_update(
 
     The choice has the shortest estimated update among those that fit the memory plan. A smaller micro-batch
     leaves room to keep more of its activations; a larger one spreads gathers and launches over more tokens.
-    Tokens and `learner.context_parallel` given in the file stay. Ranks share rows only if nothing else fits,
-    and then as few as possible.
+    Tokens and `learner.context_parallel` given in the file are kept. Ranks share rows only if nothing else
+    fits, and then as few as possible.
 
     Args:
         config: configuration with the layout settled.
@@ -89,7 +89,7 @@ def choose_update(
         totals: bytes of each GPU, as far as they are known.
         host_bytes: free memory of the host. Averages go there for speed if it also has room for a
             checkpoint's copy, or because nothing else fits.
-        card: what the GPUs are.
+        card: model of the GPUs.
     """
     known = [gpu for gpu in learner_gpus if gpu in totals]
     sizes = [size for size in config.context_sizes if shape is not None and shape.num_heads % size == 0]
@@ -140,7 +140,7 @@ def _choices(config: RunConfig, shape: ModelShape, context: int) -> list[UpdateC
 
 
 def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
-    """Returns numbers of tokens to try: the usual one, and those of whole groups that share a prompt."""
+    """Returns numbers of tokens to try: the usual one, and those of complete groups that share a prompt."""
     given = config.actor.ppo_max_token_len_per_gpu
     if "ppo_max_token_len_per_gpu" in config.actor.model_fields_set:
         return [given]

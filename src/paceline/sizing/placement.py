@@ -49,7 +49,7 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
 
 
 def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str]:
-    """Completes the section by device and weights; returns it and the choices in words."""
+    """Completes the section according to device and weights; returns it and the choices in words."""
     chosen: dict[str, Any] = {}
     if "dtype" not in model.model_fields_set:
         stored = model_tree(model)

@@ -25,8 +25,8 @@ _PRODUCTS: Final = 0.65
 _MOVED_COMPILED, _MOVED_EAGER = 20.0, 32.0
 # Share of the card's memory bandwidth that decoding reaches.
 _READING: Final = 0.95
-# Seconds per decoding step in which the GPU waits for its host: with captured graphs; in addition, per
-# sequence; and per layer, if kernels are launched one by one.
+# Seconds per decoding step in which the GPU waits for its host: with captured graphs; in addition per
+# sequence; and in addition per layer if kernels are launched one by one.
 _HOST_S, _HOST_PER_SEQUENCE_S, _HOST_PER_EAGER_LAYER_S = 1.9e-3, 9.7e-6, 0.3e-3
 # Seconds of an all-reduce between an engine's GPUs; a layer has two.
 _ALL_REDUCE_S: Final = 15e-6
@@ -74,8 +74,8 @@ class StepTime:
     def seconds(self) -> float:
         """Seconds of the whole step.
 
-        Strictly on policy, phases follow each other. Else a step takes as long as the slower side: a push
-        waits for the answers that were begun, however many versions old they may be.
+        Strictly on policy, phases follow each other. Otherwise a step takes as long as the slower side: a
+        push waits for the answers that were begun, however old they may be.
         """
         learning = self.scoring + self.update
         sides = max(self.generation, learning) if self.overlaps else self.generation + learning
@@ -99,8 +99,8 @@ class StepTime:
         """Estimates the step of a run whose configuration leaves nothing open.
 
         Args:
-            shape: shape of the policy; critic and frozen networks are taken to have it too.
-            card: what all GPUs are.
+            shape: shape of the policy; critic and frozen networks are assumed to have the same.
+            card: model of all GPUs.
             prompt_tokens, response_tokens: mean lengths of prompts and answers (default: as long as allowed).
         """
         batch = _Batch.of(config, shape, card, prompt_tokens, response_tokens)
@@ -126,7 +126,8 @@ def learning_time(config: RunConfig, shape: ModelShape, card: Card) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """One step's work. `prompt` and `response`: tokens of each, on average; `longest`: of any answer."""
+    """One step's work. `prompt` and `response`: mean tokens of each; `longest`: tokens of the longest
+    answer."""
 
     config: RunConfig
     shape: ModelShape
@@ -245,7 +246,7 @@ class _Batch:
 
     @property
     def _tokens(self) -> tuple[float, float]:
-        """Tokens that a rank computes in a pass, and those of them with log-probs.
+        """Tokens that a rank computes in a pass, and how many of them need log-probs.
 
         A shared prompt is computed once for the answers to it in a micro-batch.
         """

@@ -153,7 +153,7 @@ def test_a_rank_that_ends_for_good_ends_the_others_and_is_not_started_again(
         first, _ = pids(tmp_path)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert said == "job ended with exit code 3: a new start would not mend it\n"
+    assert said == "job ended with exit code 3: a restart would not fix it\n"
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 

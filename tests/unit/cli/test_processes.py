@@ -18,7 +18,7 @@ FAILS = "raise SystemExit(9)"
 @pytest.mark.parametrize(
     ("code", "kills_since", "reason"),
     [
-        (KILLS_ITSELF, 1, ": the kernel has killed for want of memory since its start"),
+        (KILLS_ITSELF, 1, ": the kernel has killed processes for lack of memory since its start"),
         (KILLS_ITSELF, 0, ""),
         (FAILS, 1, ""),
     ],

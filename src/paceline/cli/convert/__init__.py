@@ -1,1 +1,1 @@
-"""Configurations of verl and TRL as ours."""
+"""Converts configurations of verl and TRL to ours."""

@@ -17,7 +17,7 @@ def resolve(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replaces `${a.b}`, `${.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by their values.
 
     Args:
-        values: by dotted key.
+        values: values by dotted key.
 
     Returns:
         The values, and the keys whose reference leads nowhere.

@@ -21,7 +21,7 @@ class Changed:
     """Holds values of ours whose meaning differs slightly.
 
     Attributes:
-        values: by dotted key; {} where nothing is set here.
+        values: values by dotted key; {} if nothing is set here.
         reason: how the meaning differs.
     """
 
@@ -44,9 +44,9 @@ class ConversionRule:
 
     Attributes:
         keys: the other program's dotted keys; a key that ends in `.*` stands for all below it.
-        ours: description of what becomes of a value, for the page of the docs.
+        ours: what a value is converted to, in words, for the docs.
         convert: None where no number of a run depends on the value.
-        default: the other program's default; by key where a rule has several keys.
+        default: the other program's default; a mapping by key if a rule has several keys.
         unset: values that mean the same as a missing key.
         part_of: the key whose rule reads these keys.
     """
@@ -107,7 +107,7 @@ def no_effect(ours: str, keys: str) -> ConversionRule:
 
 
 def only(ours: str, keys: str, *, neutral: Collection[Any] = (None, False, "", 0)) -> ConversionRule:
-    """Makes a rule for keys without a counterpart; values in `neutral` ask for nothing."""
+    """Makes a rule for keys without a counterpart; values in `neutral` have no effect."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         if value in ([], {}) or any(value is one or value == one for one in neutral):

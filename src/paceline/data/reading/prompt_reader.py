@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 1000
 _TELL_EVERY_S = 5.0
-# The most prompts of a set that stay in memory.
+# Maximum number of prompts of a set that stay in memory.
 _MADE = 8192
 
 
@@ -134,7 +134,8 @@ class PromptReader:
         )
 
     def training(self) -> dict[str, PromptSet]:
-        """Returns the training sets by name, with ids that continue from set to set; raises as `read`."""
+        """Returns the training sets by name, with ids that continue from set to set; raises the same errors
+        as `read`."""
         sets: dict[str, PromptSet] = {}
         for part in self.data.training_sets:
             sets[part.name] = self.read(part, first_id=sum(read.num_rows for read in sets.values()))

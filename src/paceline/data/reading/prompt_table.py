@@ -23,7 +23,7 @@ from paceline.storage.cache import cache_dir
 log = logging.getLogger(__name__)
 
 KEPT_FROM = 5000
-"""The fewest rows of a cached table."""
+"""Minimum number of rows of a cached table."""
 
 _MOST_BYTES = 8 << 30
 

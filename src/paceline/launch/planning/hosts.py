@@ -34,7 +34,7 @@ class Host(Section):
     address: str = Field(description="Address that its services listen on and that the others reach.")
     data_address: str | None = Field(
         None,
-        description="Its address on the network for weights and for traffic between learner ranks;  "
+        description="Its address on the network for weights and for traffic between learner ranks; "
         "null: address.",
     )
     folder: str = Field(description="Working directory of its services.")
@@ -154,7 +154,7 @@ def members(
     size = config.rollout.tensor_model_parallel_size
     is_colocated = config.placement == "colocated"
     if is_colocated:
-        # This is only the number that each needs; the hosts decide which ones.
+        # This is only the number of GPUs that each needs; the hosts decide which ones.
         engines = {"devices": tuple(range(config.rollout.replicas * size))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=engines)})
     cluster = Machine(num_cores=1, gpus=tuple(range(num_gpus)))
@@ -237,7 +237,7 @@ def _visible(gpus: Sequence[int]) -> dict[str, str]:
 def _rewards(hosts: Hosts, reward: ProcessSpec) -> list[ProcessSpec]:
     """Returns as many copies of the reward service of `plan.members` as the hosts run.
 
-    Where it has a port, those of a host have that one and the ones after it.
+    If it has a port, the copies of a host use that port and the following ones.
     """
     specs = []
     for number, slot in enumerate(_slots(hosts, "reward")):

@@ -56,7 +56,7 @@ class Role(enum.Enum):
 class ProcessSpec:
     """Says how one process is started. `env` is added to the launcher's own environment.
 
-    `member_id` is what the controller calls it; several processes with the same one start and end together.
+    `member_id` is its name for the controller; several processes with the same id start and end together.
     `shell` is the command line of a remote shell, if the process runs on another host: `launch.remote` there
     gets command and environment through its input.
     """
@@ -93,7 +93,8 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
 
 
 def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
-    """Checks that run while the controller starts; the controller itself checks data and model."""
+    """Returns the checks that run while the controller starts; the controller itself checks data and
+    model."""
     names = {Role.REWARD: "scorers"}
     if config.actor.policy_loss.type == "custom" or config.algorithm.is_own:
         names[Role.LEARNER] = "algorithm"
@@ -228,7 +229,7 @@ def reward_model(
     Args:
         number: number of the replica.
         addresses: addresses of all reward services of the run.
-        env: says which GPU it sees.
+        env: variables that say which GPU it sees.
     """
     command = [
         *_module("reward.models"), model.path,

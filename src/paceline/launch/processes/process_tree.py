@@ -14,7 +14,8 @@ from paceline.launch.processes import spawn
 from paceline.launch.processes.forking import Forking
 from paceline.launch.processes.spawn import ManagedProcess
 
-# Consumers end before their producers. The controller ends last, so that every member can tell it on leaving.
+# Consumers end before their producers. The controller ends last, so that every member can tell it when
+# leaving.
 STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.REWARD_MODEL, Role.CONTROLLER)
 
 
@@ -88,7 +89,7 @@ class ProcessTree:
         return self._hurry.is_set()
 
     def hurry(self) -> None:
-        """Makes `stop` kill at once the processes that still run."""
+        """Makes `stop` kill the remaining processes at once."""
         self._hurry.set()
 
     async def stop(self, *, budget_s: float) -> list[str]:

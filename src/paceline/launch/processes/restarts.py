@@ -1,5 +1,4 @@
-"""Restarts: which failures of a process a restart can fix, and how often. Pure: the caller passes the
-time."""
+"""Restarts: which failures of a process a restart can fix, and how often. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ from paceline.core.errors import EXIT_AGAIN, EXIT_FINAL, EXIT_GIVEN
 class End(enum.Enum):
     """The kind of a process's end.
 
-    LEFT: it ended by itself, without an error. FINAL: started again, it would end with the same error.
-    FAILED: an error that may not come again. AGAIN: its start failed, and it says that the next may succeed.
+    LEFT: it ended by itself, without an error. FINAL: after a restart, it would end with the same error.
+    FAILED: an error that may not come again. AGAIN: its start failed, and it says that the next start may
+        succeed.
     KILLED: a signal ended it.
     """
 

@@ -1,4 +1,4 @@
-"""The temporary folder of a run's processes, removed with what killed ones have left there.
+"""The temporary folder of a run's processes, removed with everything that killed processes have left there.
 
 It is not below the run directory: sockets lie in it, and the path of a socket is limited to 107
 characters.

@@ -23,7 +23,7 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID, STARTED_AS
 
 VMSTAT = Path("/proc/vmstat")
 _FAMILY_S = 2.0
-# asyncio's return code for a child whose end another part of the process has waited for.
+# asyncio's return code for a child if another part of the process has waited for its end.
 _UNKNOWN = 255
 _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 
@@ -36,7 +36,8 @@ class ManagedProcess:
 
     `pid` is also the id of its group and session. `mark` is in its environment if it is a program, and in
     that of every program that it starts; its forks are in its session. A member's `mark` is also its
-    incarnation. `oom_kills` is how often the kernel had killed a process for want of memory when it began.
+    incarnation. `oom_kills` counts the processes that the kernel had killed for lack of memory before this
+    one began.
     """
 
     spec: ProcessSpec
@@ -101,7 +102,7 @@ class ManagedProcess:
         error = self.last_error()
         reason = f": {error}" if error else ""
         if not self.running and self.exited.result() == -signal.SIGKILL and _num_oom_kills() > self.oom_kills:
-            reason = ": the kernel has killed for want of memory since its start"
+            reason = ": the kernel has killed processes for lack of memory since its start"
         return f"{self.name} {verb} ({self.outcome()}){reason} [log: {self.log_path}]"
 
     def tail(self, num_lines: int) -> list[str]:

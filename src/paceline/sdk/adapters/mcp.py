@@ -41,7 +41,7 @@ class _Mcp(Environment):
         async with asyncio.timeout(_START_S):
             client = await self._ready
             listed = await client.list_tools()
-        self.tools = {  # type: ignore[misc]  # an instance's own
+        self.tools = {  # type: ignore[misc]  # of this instance only
             tool.name: (_spec(tool), self._timeout_s) for tool in listed.tools
         }
         return Observation()

@@ -88,7 +88,7 @@ class _Resources(Environment):
             )
         self._request = json.loads(task["request"])
         offered = self._request["responses_create_params"].get("tools") or ()
-        self.tools = {  # type: ignore[misc]  # an instance's own
+        self.tools = {  # type: ignore[misc]  # of this instance only
             tool["name"]: (_spec(tool), self._timeout_s) for tool in offered if tool["type"] == "function"
         }
         await self._post("seed_session", self._request)

@@ -23,7 +23,7 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
     """Turns the result of the library's `load_environment` into an argument of `serve_environment`.
 
     The run's configuration sets `environment.drives`, and trains on the rows of `verifiers_rows`. The reward
-    is the library's; its metrics become components. One of `verifiers.v1` comes from
+    is the library's; its metrics become components. An environment of `verifiers.v1` comes from
     `load_environment(SingleAgentEnvConfig.model_validate({"taskset": {"id": "NAME"}, "agent": agent}))` with
     `agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}`.
 
@@ -32,8 +32,8 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
         timeout_s: deadline of each answer of the policy; `verifiers.v1` has its own.
 
     Raises:
-        ConfigError: this is no environment of the library, its rubric compares the samples of a prompt, or
-            several of its agents use the policy.
+        ConfigError: this is not an environment of the library, its rubric compares the samples of a prompt,
+            or several of its agents use the policy.
     """
     if is_v1(environment):
         return v1_environment(environment)
@@ -107,7 +107,7 @@ def _outcome(played: Mapping[str, Any]) -> Outcome:
     """Returns the outcome of a rollout.
 
     Raises:
-        RuntimeError: it has failed, and not because of a limit of the run.
+        RuntimeError: the rollout failed, but not because of a limit of the run.
     """
     error = played.get("error")
     if error and OVER_MESSAGE not in str(error):

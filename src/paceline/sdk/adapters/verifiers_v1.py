@@ -28,7 +28,7 @@ def v1_environment(environment: Any) -> Callable[[], Environment]:
     """Returns an argument of `serve_environment`; see `verifiers_environment`.
 
     Raises:
-        ConfigError: several of its agents use the policy, or the one that does retries by itself.
+        ConfigError: several of its agents use the policy, or the agent that uses it retries by itself.
     """
     role = _role_of_policy(environment)
     shared = _Shared(environment)
@@ -156,7 +156,8 @@ def _outcome(episode: Any, role: str) -> Outcome:
     """Returns the outcome of an episode.
 
     Raises:
-        RuntimeError: it has failed, not because of a limit of the run, or the agent did not run exactly once.
+        RuntimeError: the episode failed, but not because of a limit of the run, or the agent did not run
+            exactly once.
     """
     errors = [error for part in (*episode.traces, episode) for error in part.errors]
     if not episode.ok and not any(OVER_MESSAGE in error.message for error in errors):

@@ -24,7 +24,7 @@ class EnvironmentAttachment(Attachment[Play, Played]):
         address: host:port of one or several rollout servers of the run; each gets a stream.
         every_address: attach to every address to which the host of `address` resolves, and look them up
             again every five seconds: for several servers of the run behind one name.
-        name: the `rollout.environment.attached` of the run's configuration.
+        name: the name in `rollout.environment.attached` of the run's configuration.
         token: token of the scope `attach`, or the run's; None takes PACELINE_ENVIRONMENT_TOKEN.
         max_episodes: most episodes at a time, from each server.
         data_sources: data sources that it can play; empty: all.

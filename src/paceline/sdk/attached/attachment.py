@@ -76,7 +76,8 @@ class Attachment(Generic[TaskT, AnswerT]):
         self._clients: dict[str, AttachedClient[TaskT, AnswerT]] = {}
 
     async def run(self) -> None:
-        """Runs until the run is over or `stop` is called. When cancelled, its tasks go to other clients.
+        """Answers tasks until the run is over or `stop` is called. When cancelled, its tasks go to other
+        clients.
 
         Raises:
             PeerLostError, DeadlineError: the run did not answer for `patience_s`.
@@ -133,7 +134,7 @@ class Attachment(Generic[TaskT, AnswerT]):
                     last = time.monotonic()
                 elif time.monotonic() - last > self._patience_s:
                     raise PeerLostError(
-                        f"{name} has stood for no address for {self._patience_s:g} s", peer=name
+                        f"{name} has not resolved to any address for {self._patience_s:g} s", peer=name
                     )
                 await self._wait_for_change(streams.values())
                 for address in [address for address, stream in streams.items() if stream.done()]:

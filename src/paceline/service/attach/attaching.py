@@ -42,9 +42,9 @@ class ClientOptions:
     """Says where and how a client attaches.
 
     Args:
-        hello: what it says first.
-        peer: the gateway, in messages.
-        patience_s: how long it tries to reach a gateway that does not answer.
+        hello: its first message.
+        peer: the gateway's name for messages.
+        patience_s: how long to try to reach a gateway that does not answer.
     """
 
     hello: Hello
@@ -86,8 +86,8 @@ class AttachedClient(Generic[TaskT, AnswerT]):
 
         Raises:
             PeerLostError, DeadlineError, EnvironmentLackError: the gateway did not answer for `patience_s`.
-            ConfigError: it refused the token, or knows no such name.
-            ProtocolError: it speaks another version, or says that this client breaks the contract.
+            ConfigError: the gateway refused the token, or does not know the name.
+            ProtocolError: the gateway speaks another version, or says that this client breaks the contract.
             Exception: what `handle` raises.
         """
         pause_s, last = _FIRST_PAUSE_S, time.monotonic()

@@ -48,8 +48,8 @@ async def first_hello(messages: AsyncIterator[FromClient[AnswerT]]) -> Hello:
     """Reads the hello with which a client begins.
 
     Raises:
-        DeadlineError: it says nothing.
-        ProtocolError: it says something else.
+        DeadlineError: the client sends nothing.
+        ProtocolError: its first message is another one.
     """
     try:
         async with asyncio.timeout(_HELLO_S):
@@ -70,8 +70,8 @@ class GatewayOptions(Generic[TaskT]):
         run_id: id of the run, which clients are told.
         answer_within_s: how long a client may work on a task before another one gets it.
         wait_for_s: how long a task waits for a client.
-        source_of: a task's data source.
-        size_of: about how many bytes a task has.
+        source_of: returns a task's data source.
+        size_of: returns a task's approximate size in bytes.
         max_tries: number of clients to which a task is given, one after the other.
         stream_age_s: after this time a client is asked to open its stream again.
         groups: whether tasks are groups; a client must then declare that it scores groups.
@@ -208,7 +208,7 @@ class Gateway(Generic[TaskT, AnswerT]):
     async def _to_send(
         self, stream: _Stream[TaskT], reading: asyncio.Task[None]
     ) -> AsyncIterator[Work[TaskT] | Leave]:
-        """Yields what a client is sent after the welcome, until nothing more can be read from it."""
+        """Yields the messages to a client after the welcome, until nothing more can be read from it."""
         until = time.monotonic() + self._options.stream_age_s
         has_left = False
         while not reading.done():

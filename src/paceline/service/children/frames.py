@@ -41,7 +41,7 @@ def decode(payload: bytes) -> Any:
     """Decodes the message of a frame's payload.
 
     Raises:
-        ProtocolError: it is not msgpack.
+        ProtocolError: the payload is not msgpack.
     """
     return _decode(payload, object_pairs_hook=None, list_hook=None)
 
@@ -50,7 +50,7 @@ def _decode(payload: bytes, **hooks: Any) -> Any:
     try:
         return msgpack.unpackb(payload, unicode_errors="surrogatepass", strict_map_key=False, **hooks)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a child process wrote to its pipe what is not msgpack: {error}") from error
+        raise ProtocolError(f"a child process wrote something other than msgpack: {error}") from error
 
 
 def read(stream: BinaryIO) -> Any | None:

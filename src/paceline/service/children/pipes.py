@@ -1,4 +1,4 @@
-"""The child's side: its pipes moved out of the reach of the user's code, and its end with its parent."""
+"""The child's side: moves its pipes out of the user code's reach, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def write(results: BinaryIO, message: object) -> None:
 
 def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         sys.exit(0)

@@ -64,7 +64,7 @@ class ChildLimits:
     Args:
         memory_bytes: bytes of the child and of each process that it starts; None: no limit.
         start_s: how long the import of the user's code may take.
-        pass_env: further variables of this process's environment that it sees.
+        pass_env: further variables of this process's environment that the child sees.
     """
 
     memory_bytes: int | None = None
@@ -73,9 +73,9 @@ class ChildLimits:
 
 
 class ChildProcess:
-    """A process in a session of its own, so that a kill ends what its functions started as well.
+    """A process in its own session, so that a kill also ends what its functions have started.
 
-    `description` is what the child said of itself when it was ready.
+    `description` is what the child reported about itself when it was ready.
     """
 
     description: Any = None
@@ -104,11 +104,11 @@ class ChildProcess:
         """Starts `python -m MODULE` and waits until it has imported the user's code.
 
         Args:
-            module: calls `paceline.service.children.pipes.serve`.
-            setup: the first message to it.
-            role: what it is, for errors: "reward", "tool".
+            module: the module; it calls `paceline.service.children.pipes.serve`.
+            setup: the first message to the process.
+            role: the process's role, for errors: "reward", "tool".
             imports: the user's code, for errors.
-            limits: what it may use.
+            limits: what the process may use.
 
         Raises:
             ConfigError: the code cannot be found or imported.
@@ -209,7 +209,7 @@ class ChildProcess:
                 return
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
-        """Ends the process and waits: closes its input, and kills it when that takes longer than `grace_s`.
+        """Ends the process and waits: closes its input, and kills it if it takes longer than `grace_s`.
 
         Raises:
             DeadlineError: the process does not end although it was killed.

@@ -1,4 +1,4 @@
-"""A page of memory that a child process shares with its parent: which item it took up last, and when."""
+"""A page of memory that a child process shares with its parent: which item it started last, and when."""
 
 from __future__ import annotations
 

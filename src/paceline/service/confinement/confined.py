@@ -31,7 +31,7 @@ class ConfinedLimits:
     Args:
         seconds: time from start to end.
         memory_bytes, disk_bytes: memory of each process; size of its /tmp, which is in memory.
-        max_processes: threads count.
+        max_processes: most processes and threads at a time.
         max_output_bytes: most bytes of output; a program that prints more is ended.
     """
 
@@ -54,7 +54,7 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandResult:
-    """What a program did: `code` is its exit code, or 128 plus the number of the signal that ended it.
+    """The result of a program: `code` is its exit code, or 128 plus the number of the signal that ended it.
 
     If it was not started, `stderr` says why.
     """
@@ -71,10 +71,10 @@ class Command:
 
     Args:
         words: absolute path and arguments.
-        files: written into its working directory, /tmp: name and text.
-        stdin: what it reads.
-        read_only: further folders that it sees; the system's are there, and Python's.
-        limits: what it may use.
+        files: name and text of files to write into its working directory, /tmp.
+        stdin: its standard input.
+        read_only: folders that it can read besides the system's and Python's.
+        limits: limits of what it may use.
     """
 
     words: Sequence[str]
@@ -244,4 +244,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     async with asyncio.timeout(_EXIT_S):
-        await process.communicate()  # to their ends, so that asyncio closes the pipes
+        await process.communicate()  # reads to the end, so that asyncio closes the pipes

@@ -39,7 +39,7 @@ def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | b
 
 
 def callers(method: str) -> frozenset[str] | None:
-    """Returns the roles whose certificates open a method; None if certificates are not checked."""
+    """Returns the roles whose certificates permit a method; None if certificates are not checked."""
     if not method.startswith(tokens.PACKAGE):
         return None
     name = method.removeprefix(tokens.PACKAGE)

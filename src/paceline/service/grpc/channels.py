@@ -52,7 +52,7 @@ def connect(
         role: role of the server, which its certificate must name; "": the certificate must name the address.
         tls_name: name required in the server's certificate, instead of the role's.
         max_message_bytes: largest message in either direction.
-        term: a controller's, sent with every call; 0 for callers other than controllers.
+        term: the controller's term, sent with every call; 0 for other callers.
 
     Raises:
         ConfigError: the token would go to another machine in plain text.
@@ -154,7 +154,7 @@ async def duplex(
 ) -> AsyncIterator[_Reply]:
     """Yields the replies of a call that streams both ways; errors as in `call`. The keep-alive bounds it.
 
-    `token` names the variable that the caller's token comes from, for the error's message.
+    `token` names the variable that holds the caller's token, for the error's message.
     """
     answers = method(requests)
     try:

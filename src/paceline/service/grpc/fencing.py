@@ -1,4 +1,4 @@
-"""Fencing: which start of the run's controller a call comes from, so that an earlier one gives no orders.
+"""Fencing: members refuse calls from an earlier start of the run's controller.
 
 Every start of a controller has a term, one more than the last in the journal. A member notes the highest that
 it has seen, at registration and on every call, and refuses lower ones.
@@ -35,7 +35,7 @@ class TermFence:
         """Notes the term of a call's metadata; a call without one does not come from a controller.
 
         Raises:
-            ProtocolError: as `note`, or the term is no number.
+            ProtocolError: as in `note`, or the term is not a number.
         """
         term = next((value for key, value in metadata or () if key == TERM_KEY), None)
         if term is None:

@@ -1,4 +1,4 @@
-"""Lets calls into a gRPC server, or refuses them; answers errors, and follows traces."""
+"""Admits or refuses calls to a gRPC server; answers errors, and follows traces."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _CERTIFICATE_NAMES = "x509_subject_alternative_name"
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Lets calls in: token, certificate and term are checked; errors are mapped; a traced call gets a span.
 
-    gRPC reads the message of a unary call before it calls the method, that of a stream only when the method
-    asks for it. So a call without a token gets a method for streams, which ends it; its message is not read.
+    gRPC reads the message of a unary call before it calls the method, but that of a stream only when the
+    method asks for it. So a call without a token gets a method for streams, which ends the call without
+    reading its message.
     """
 
     def __init__(self, credentials: Credentials, fence: TermFence) -> None:
@@ -87,9 +88,10 @@ class _WrongRoleError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Refusal:
-    """How a call ends. Not an exception: gRPC keeps what aborts a call in a cycle, with the frames it passed.
+    """How a call ends. It is no exception, because gRPC keeps those that abort a call in a cycle with their
+    frames.
 
-    Until the garbage collector ran, hundreds of calls that were refused would keep their messages.
+    Hundreds of refused calls would then keep their messages until the garbage collector runs.
     """
 
     code: grpc.StatusCode

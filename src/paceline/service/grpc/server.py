@@ -37,7 +37,7 @@ _CONNECTION_AGE_S = 600
 
 @dataclass(kw_only=True, slots=True)
 class RunningServer:
-    """Stands for a gRPC server that listens.
+    """A listening gRPC server.
 
     Attributes:
         advertise: address or name under which others reach it.
@@ -54,7 +54,7 @@ class RunningServer:
         return join(self.advertise, self.port)
 
     async def answer_as(self, name: str) -> None:
-        """Answers health checks for `name` too, by which others tell this process from its successor."""
+        """Answers health checks for `name`, too, so that others can tell this process from its successor."""
         await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def refuse_work(self) -> None:
@@ -86,7 +86,7 @@ async def start_server(
 
     Args:
         add: the generated add_XServicer_to_server.
-        servicer: with `async def` methods.
+        servicer: the servicer, with `async def` methods.
         host: address, interface or name to bind to.
         advertise: where others reach it, if that is not `host`; for a wildcard the machine's name.
         credentials: the token that every call must carry, and the files for TLS. None lets every call
@@ -119,7 +119,7 @@ async def start_server(
 def _bind(
     server: grpc.aio.Server, host: str, ports: Sequence[int], credentials: Credentials, port_key: str
 ) -> int:
-    """Has the server listen on the first of the ports that is free; returns it."""
+    """Makes the server listen on the first free port; returns it."""
     for port in ports:
         try:
             check_port(host, port, port_key)
@@ -174,7 +174,7 @@ def _check_reach(host: str, credentials: Credentials) -> None:
         raise ConfigError(
             f"refusing to listen on {host} in plain text: run `paceline certs init DIR` once and `paceline "
             f"certs issue DIR NAME --role ROLE` for each service, and set {TLS_DIR} to what that writes; or "
-            f"listen on 127.0.0.1; or, on a network that you trust wholly, set service.insecure: true and "
+            f"listen on 127.0.0.1; or, on a network that you trust fully, set service.insecure: true and "
             f"{INSECURE}=1"
         )
     if credentials.tls is None:
@@ -189,7 +189,8 @@ def check_port(host: str, port: int, port_key: str) -> None:
     """Binds the port once, because the system's error message is clearer than gRPC's.
 
     Raises:
-        EnvironmentLackError: the port is taken or the address is not this machine's; names `port_key`.
+        EnvironmentLackError: the port is taken or the address is not this machine's; the message names
+            `port_key`.
     """
     try:
         infos = socket.getaddrinfo(to_bind(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -146,7 +146,7 @@ class LatestTls:
 
 
 def server_credentials(files: TlsFiles, *, asks_callers: bool) -> grpc.ServerCredentials:
-    """Returns credentials for a server; each new connection uses the files as they are then.
+    """Returns credentials for a server; each new connection uses the current files.
 
     `asks_callers`: every caller must have a certificate of the same authority.
 
@@ -167,12 +167,12 @@ def server_credentials(files: TlsFiles, *, asks_callers: bool) -> grpc.ServerCre
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """What a process proves and trusts; without token and TLS it may talk on loopback only.
+    """What a process trusts and how it proves its identity; without token and TLS, only loopback is allowed.
 
     Attributes:
-        token: what every call carries and must carry.
+        token: the token that outgoing calls carry and incoming calls must carry.
         tls: the files for TLS, with which every client needs a certificate too.
-        insecure: whether plain text beyond loopback is wanted, as `service.insecure` says.
+        insecure: whether plain text beyond loopback is allowed (`service.insecure`).
         asks_callers: whether a server over TLS asks every caller for a certificate.
     """
 

@@ -1,4 +1,4 @@
-"""Scoped tokens: they let a caller from outside into some methods, for some days.
+"""Scoped tokens, which permit an outside caller some methods for some days.
 
     p1.SCOPE.EXPIRY.MAC, with EXPIRY in seconds since 1970 and MAC = HMAC-SHA256(secret, "p1.SCOPE.EXPIRY")
 
@@ -29,7 +29,7 @@ class Scope(enum.Enum):
     STATUS = "status"
 
 
-# The prefixes of the methods that a scope opens.
+# The prefixes of the methods that a scope permits.
 _METHODS = {
     Scope.REWARD: ("/paceline.rpc.v1.RewardService/",),
     Scope.ATTACH: ("/paceline.rpc.v1.RewardGateway/", "/paceline.rpc.v1.EnvironmentGateway/"),

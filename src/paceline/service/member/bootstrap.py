@@ -154,8 +154,8 @@ class MemberSession:
 
         Args:
             add: the generated add_XServicer_to_server.
-            servicer: with `async def` methods.
-            report: makes the content of each heartbeat.
+            servicer: the servicer, with `async def` methods.
+            report: returns the content of each heartbeat.
             on_reregistered: see `ControllerLink.run`.
 
         Raises:
@@ -229,7 +229,7 @@ class MemberSession:
         )
 
     async def until_leaving(self) -> None:
-        """Returns when the run is over, a signal has come, or the controller drains this member."""
+        """Returns when the run is over, a signal arrives, or the controller drains this member."""
         draining = asyncio.ensure_future(self._draining.wait())
         try:
             await self.context.stopping_or(draining)

@@ -41,7 +41,7 @@ PEER = "controller"
 _PARTING_S = 3.0
 # A registration without an answer is repeated after this time; the first repeat is logged.
 _TELL_AFTER_S = 10.0
-# The longest time between two failed heartbeats that counts as the controller's absence.
+# A longer time between two failed heartbeats does not count as the controller's absence.
 _LONGEST_ATTEMPT_S = 10.0
 
 
@@ -119,7 +119,7 @@ class ControllerLink:
 
         Args:
             timeout_s: longest wait.
-            report: what the member does and holds now.
+            report: the member's current state.
 
         Raises:
             DeadlineError: no controller answers at the address.
@@ -186,7 +186,8 @@ class ControllerLink:
         """Asks with every heartbeat whether the run can spare this member, whose process must end.
 
         Args:
-            may_leave: called, maybe repeatedly, when the run can, or when no controller answers.
+            may_leave: called, maybe repeatedly, when the run can spare the member, or when no controller
+                answers.
         """
         self._may_leave = may_leave
         self._poked.set()
@@ -201,7 +202,7 @@ class ControllerLink:
         """Heartbeats until the controller says that the run is over.
 
         Args:
-            report: makes the content of each heartbeat.
+            report: returns the content of each heartbeat.
             on_reregistered: called after a new registration if the member's weights are stale, which means
                 that it does not sample from exactly the committed policy.
             on_drain: called, maybe repeatedly, when the controller drains the member.

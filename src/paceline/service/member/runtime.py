@@ -33,7 +33,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGTERM
 # The longest ordered shutdown, reserved from the grace period.
 _ENDING_S = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# The kernel may send a parent's death signal once per thread of the parent: that is one request to stop.
+# The kernel may send a parent's death signal once per thread of the parent; all count as one request to stop.
 _SAME_SIGNAL_S = 0.5
 
 
@@ -41,8 +41,8 @@ class ServiceContext:
     """Holds a service's tasks, its shutdown steps and the request to stop.
 
     Attributes:
-        is_terminated: SIGTERM has come, and the process has a grace period.
-        is_over: no work is left, so that SIGTERM does not interrupt the run.
+        is_terminated: whether SIGTERM has arrived in a process with a grace period.
+        is_over: whether no work is left, so that SIGTERM does not interrupt the run.
     """
 
     def __init__(self, name: str, tasks: asyncio.TaskGroup) -> None:
@@ -60,7 +60,8 @@ class ServiceContext:
         self._stack.defer(name, step, budget_s=budget_s)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts a named task beside main; its error ends the service. Cancelled after the deferred steps."""
+        """Starts a named task beside main; its error ends the service. It is cancelled after the deferred
+        steps."""
         task = self._tasks.create_task(work, name=f"{self.name}/{name}")
         self._spawned[task] = None
         task.add_done_callback(lambda task: self._spawned.pop(task, None))
@@ -101,7 +102,8 @@ def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
 
     SIGTERM and SIGINT set `context.stopping`, and `main` should then return. `main` is cancelled after
     `grace_s` seconds or at a second signal. The deferred steps run in every case. If the process has a grace
-    period and `context.before_stopping` was called, SIGTERM sets `context.stopping` only near its end.
+    period and `context.before_stopping` was called, SIGTERM sets `context.stopping` only near the period's
+    end.
     """
     die_with_parent()
     setup_logging(name)
@@ -112,7 +114,7 @@ def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
         _report(group)
         return exit_code(group)
     except asyncio.CancelledError:
-        log.error("fatal: not stopped within %g s of being asked to, or asked twice", grace_s)
+        log.error("fatal: did not stop within %g s, or was asked twice", grace_s)
         return _code_of(contexts) or 1
     finally:
         telemetry.shutdown()

@@ -236,7 +236,7 @@ GUARD_FIRINGS = _counter(
     labels=("rule", "network", "action"),
 )
 TRAINING_STEP = Metric(
-    name="paceline_training_step", help="The finished step that the paceline_training_ metrics are of."
+    name="paceline_training_step", help="The finished step to which the paceline_training_ metrics belong."
 )
 
 

@@ -10,7 +10,7 @@ class ExpectingView:
     """Wraps a view and adds a notice after the first warm steps.
 
     Args:
-        expectation: expectation of its steps.
+        expectation: expectation of the run's steps.
     """
 
     def __init__(self, view: View, expectation: Expectation) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a view on a running run, and plain lines for output that is no terminal."""
+"""The interface of views of a running run, and a view with plain lines for output that is not a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class View(Protocol):
         ...
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        """Shows the validation of a step that came in while later steps were trained."""
+        """Shows a validation that arrived while later steps were trained."""
         ...
 
     def notice(self, text: str) -> None:

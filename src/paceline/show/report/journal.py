@@ -61,7 +61,7 @@ class Note:
 
 @dataclass(kw_only=True, slots=True)
 class FleetMember:
-    """What the journal last said of a member."""
+    """What the journal last said about a member."""
 
     name: str
     engine: str = ""

@@ -98,13 +98,13 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(file: BinaryIO, start: int) -> Iterator[bytes]:
-    """Lines that have an end."""
+    """Yields the complete lines."""
     file.seek(start)
     return (line for line in file if line.endswith(b"\n"))
 
 
 def _thinned(lines: Iterable[bytes], at_most: int) -> tuple[int, Container[int] | None]:
-    """Returns the number of lines, and which of them to read; None: all."""
+    """Returns the number of lines, and which of them to read; None stands for all."""
     count, validations = 0, array("q")
     for count, line in enumerate(lines, 1):
         if _VALIDATION in line:

@@ -25,7 +25,7 @@ class StepTable:
         return len(self.steps)
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends the lines that have a step; a value that is no number counts as missing."""
+        """Appends the lines that have a step; a value that is not a number counts as missing."""
         for row in rows:
             if not isinstance(row.get("step"), int):
                 continue

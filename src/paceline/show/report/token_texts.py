@@ -20,8 +20,8 @@ class TokenTexts:
         self._folders = folders
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Returns a text per id; joined, they are the decoded text. A letter of several tokens stands at the
-        last."""
+        """Returns a text per id; joined, they are the decoded text. A letter that spans several tokens
+        belongs to the last of them."""
         if self._tokenizer is None:
             return [f"{token} " for token in ids]
         texts, shown = [], 0

@@ -34,7 +34,7 @@ class Wandb:
         self._run.log(dict(metrics), step=step)
 
     def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Logs the metrics over an axis of their own, as W&B takes no earlier step."""
+        """Logs the metrics over a separate axis, because W&B accepts no earlier step."""
         self._run.define_metric("val/*", step_metric="val/step")
         self._run.log({**metrics, "val/step": step})
 
@@ -95,12 +95,12 @@ class Tensorboard:
 
 
 class Mlflow:
-    """MLflow at MLFLOW_TRACKING_URI, or where MLflow itself keeps runs."""
+    """MLflow at MLFLOW_TRACKING_URI, or at MLflow's default place."""
 
     _TAG = "paceline.run_id"
 
     def begin(self, run: TrackedRun) -> None:
-        """Opens the run, or goes on with the one that has its id as a tag."""
+        """Opens the run, or continues the one that has its id as a tag."""
         from mlflow import MlflowClient
 
         self._client = client = MlflowClient()

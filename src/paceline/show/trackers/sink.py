@@ -33,7 +33,7 @@ class Sink:
 
     Args:
         names: names of the trackers.
-        say: tells people that a tracker failed.
+        say: tells the user that a tracker failed.
         max_waiting: how many jobs may be queued before `step` waits; 0: any number, for runs, which never
             wait.
     """
@@ -63,7 +63,7 @@ class Sink:
         self._send(step, metrics, lambda tracker, finite: tracker.step(step, finite, at))
 
     def validation(self, step: int, metrics: Metrics, at: float) -> None:
-        """Sends the validation of a step that came in at a Unix time, after later steps."""
+        """Sends a step's validation that arrived at a Unix time, after later steps."""
         if self._begun:
             self._send(step, metrics, lambda tracker, finite: tracker.validation(step, finite, at))
 
@@ -122,7 +122,7 @@ class TrackingView:
         self._sink.step(step, metrics, time.time())
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        """Shows and sends a validation that came in after later steps."""
+        """Shows and sends a validation that arrived after later steps."""
         self._view.validation(step, metrics)
         self._sink.validation(step, metrics, time.time())
 

@@ -1,1 +1,1 @@
-"""The memory of GPUs by phase: of a learner rank, of a run, and the forms that fit."""
+"""The memory of GPUs by phase: that of a learner rank, and that of a run."""

@@ -75,7 +75,7 @@ class MemoryPlan:
         """Formats the plan: a line per kind of GPU and phase.
 
         Raises:
-            ConfigError: something cannot fit; says what to change.
+            ConfigError: something cannot fit; the message says what to change.
         """
         staging = self._staging
         phases = {
@@ -232,7 +232,8 @@ class MemoryPlan:
 
 
 def _largest(low: int, high: int, fits: Any) -> int | None:
-    """Returns the largest number in [low, high) that fits, assuming monotony; None if `low` does not."""
+    """Returns the largest number in [low, high) that fits, assuming that smaller numbers fit, too; None if
+    `low` does not fit."""
     if low >= high or not fits(low):
         return None
     while high - low > 1:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         choices=tuple(_DAYS),
         help="init: make a certificate authority in DIR, or keep the one that is there; issue: write a "
-        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: issue anew what is missing or past half "
+        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: replace what is missing or past half "
         f"of its lifetime (the authority; certificates of all services, of Redis and of each NAME; Redis' "
         f"users.acl); token: print a token for a caller from outside, signed with {TOKEN}; acl: print the "
         f"line for the run's user in Redis' ACL file, with the hash of {REDIS_PASSWORD}",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what the argument `action` names."""
+    """Carries out the action that the argument `action` names."""
     days = _DAYS[args.action] if args.days is None else args.days
     if importlib.util.find_spec("cryptography") is None:
         raise EnvironmentLackError("paceline certs needs cryptography: pip install cryptography")

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.out.write_text(text, encoding="utf-8")
     if not missing_keys(converted.tree) and (why := fault(converted.tree)):
-        print(f"paceline convert-config: before the configuration can run, mend this: {why}", file=sys.stderr)
+        print(f"paceline convert-config: before the configuration can run, fix this: {why}", file=sys.stderr)
     return 0
 
 

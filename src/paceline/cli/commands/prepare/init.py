@@ -274,7 +274,7 @@ def _has_chat_template(model: str) -> bool:
 
 
 def _longest(model: str, prompts: Sequence[object], prompt_format: str) -> int:
-    """Returns the tokens of the longest prompt; 0 where the tokenizer is not here, or cannot take them."""
+    """Returns the number of tokens of the longest prompt; 0 if the tokenizer is missing or refuses them."""
     from paceline.data.prompts import encode_prompt, load_tokenizer
 
     try:
@@ -285,9 +285,9 @@ def _longest(model: str, prompts: Sequence[object], prompt_format: str) -> int:
 
 
 def _lengths(tree: Mapping[str, Any], longest: int) -> tuple[int, int]:
-    """Returns the bounds of prompts and responses in tokens, which together fit the model's positions.
+    """Returns the longest prompt and response in tokens; together they fit the model's positions.
 
-    The bound of prompts is an eighth above `longest`, because later rows may be longer. Where `longest` is
+    The limit of prompts is an eighth above `longest`, because later rows may be longer. If `longest` is
     unknown, it is the usual length, or a third of the positions if the model has few.
     """
     positions = tree.get("max_position_embeddings")

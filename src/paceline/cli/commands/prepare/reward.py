@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the function cannot be called, or an argument cannot be read.
-        RewardError: the error that a run would record. For a group in which some samples have a value, says
+        RewardError: the error that a run would record. If only some samples of a group have a value, it says
             how many have none.
     """
     if args.sample and not args.group:

@@ -135,7 +135,7 @@ def _tree_of_run(folder: Path) -> dict[str, Any]:
 
 
 def _tree_of(config: str) -> dict[str, Any]:
-    """Returns the same parts of a configuration file that no run has resolved yet."""
+    """Returns these parts of a configuration file, which no run has resolved yet."""
     return _without_training(load(RunConfig, config).model_dump(mode="json"))
 
 

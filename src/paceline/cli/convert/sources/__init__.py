@@ -1,1 +1,1 @@
-"""Files of other programs that are no YAML: scripts of a shell and of Python."""
+"""Reads files of other programs that are not YAML: shell and Python scripts."""

@@ -1,4 +1,4 @@
-"""Reads the settings of a Python script that trains with TRL, from its syntax tree: nothing of it runs."""
+"""Reads the settings of a Python script that trains with TRL, from its syntax tree, without running it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_script(path: Path, text: str) -> ScriptSettings:
         path: path of the script; reward functions that it imports are looked for beside it.
 
     Raises:
-        ConfigError: it is not Python, or has neither.
+        ConfigError: the script is not Python, or has neither call.
     """
     try:
         module = ast.parse(text)
@@ -106,7 +106,7 @@ class _Reader:
         return ast.literal_eval(followed)
 
     def _followed(self, node: ast.expr, passed: dict[str, int] | None = None) -> ast.expr:
-        """Returns what a name was last set to, without its last assignments that `passed` counts."""
+        """Returns what a name was last set to, skipping the number of its last assignments in `passed`."""
         passed = {} if passed is None else passed
         while isinstance(node, ast.Name):
             values = self._values.get(node.id, [])
@@ -135,7 +135,7 @@ class _Reader:
         self.script.settings["reward_funcs"] = names
 
     def _own(self, name: str) -> str:
-        """Returns a function of the script itself, which no one may import without training."""
+        """Returns a function of the script itself, which cannot be imported without training."""
         self._inspect(self._functions[name])
         self.script.changed[f"reward_funcs: {name}"] = (
             f"move the function from {self._path.name} to rewards.py: a reward process imports the file, and "
@@ -250,7 +250,8 @@ def _assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _imports(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Returns the dotted paths of what the script imports, by name; of TRL's own rewards only the names."""
+    """Yields the script's imports, each with its dotted path; for TRL's own rewards, the path is only the
+    name."""
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""TRL's arithmetic of batches: the sizes of generation batches and updates, and how many there are.
+"""TRL's batch arithmetic: the sizes of generation batches and updates, and how many there are.
 
 With b = per_device_train_batch_size, D processes, a = gradient_accumulation_steps, s = steps_per_generation,
 mu = num_iterations and G = num_generations: a generation batch has b D s samples, an update b D a; each is
@@ -16,7 +16,7 @@ from paceline.cli.convert.rules import DEVICES, NUM_ROWS, Changed, Tree
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batches:
-    """Counts of one step here.
+    """The counts of one step of ours.
 
     Attributes:
         prompts: prompts of a step, each with `num_generations` samples: data.train_batch_size.
@@ -37,7 +37,7 @@ class Batches:
 
     @classmethod
     def of(cls, tree: Tree) -> Self:
-        """Counts with TRL's values, defaults included.
+        """Computes the counts from TRL's values, including defaults.
 
         Raises:
             ValueError: TRL would refuse them too, or an update would not have whole prompt groups.

@@ -1,4 +1,4 @@
-"""TRL's rewards, data sets and model names as ours."""
+"""Converts TRL's rewards, data sets and model names to ours."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def train_data(value: Any, tree: Tree) -> Tree:
 
 
 def held_out_data(value: Any, tree: Tree) -> Tree:
-    """Returns the held-out split, where TRL evaluates."""
+    """Returns the held-out split, if TRL evaluates."""
     if tree["eval_strategy"] == "no" or tree.get("dataset_name") is None:
         return {}
     return {"data.val_files": _place(tree["dataset_name"], tree, str(value))}
@@ -78,14 +78,14 @@ def model(value: Any, tree: Tree) -> Tree:
 
 
 def precision(value: Any, tree: Tree) -> Tree:
-    """Returns what the forward pass computes in."""
+    """Returns the type of the forward pass."""
     if tree.get("fp16"):
         raise ValueError("float16 is not supported here; model.dtype is bfloat16 or float32")
     return {"model.dtype": "float32" if value is False else "bfloat16"}
 
 
 def stored(value: Any, tree: Tree) -> Tree | Changed:
-    """Returns the type that weights are loaded in."""
+    """Returns the type of the loaded weights."""
     if value in (None, "auto", "float32"):
         return {}
     return Changed({}, "masters of the weights are float32 here whatever they compute in")

@@ -1,4 +1,4 @@
-"""TRL's losses, weights against the sampler's drift and schedules, as ours."""
+"""Converts TRL's losses, rollout corrections and schedules to ours."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _dual_clip(tree: Tree) -> dict[str, Any]:
 
 
 def _cispo(tree: Tree) -> Tree | Changed:
-    """Returns cispo's clip: TRL's epsilon_high is the largest weight itself, and there is no smallest."""
+    """Returns cispo's clip: TRL's epsilon_high is the largest weight itself, and there is no lower bound."""
     high = number(tree["epsilon"] if tree.get("epsilon_high") is None else tree["epsilon_high"])
     if high <= 1:
         raise ValueError(
@@ -164,7 +164,7 @@ def deviation(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def lora(value: Any, tree: Tree) -> Tree | Changed:
-    """Adapters as PEFT has them."""
+    """Returns the adapters, as PEFT defines them."""
     if not value:
         return {}
     rank, alpha = int(tree["lora_r"]), number(tree["lora_alpha"])

@@ -1,1 +1,1 @@
-"""verl's keys and ours."""
+"""Converts verl's keys to ours."""

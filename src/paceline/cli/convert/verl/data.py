@@ -18,7 +18,7 @@ def files(value: Any, tree: Tree) -> Tree:
 
 
 def overlong(value: Any, tree: Tree) -> Tree | Changed:
-    """Returns what becomes of prompts that are too long."""
+    """Returns how prompts that are too long are handled."""
     if tree["data.filter_overlong_prompts"]:
         return {"data.overlong_prompts": "filter"}
     ours = {"data.overlong_prompts": "error"}
@@ -121,7 +121,7 @@ def offload_reference(value: Any, tree: Tree) -> Tree:
 
 
 def precision(value: Any, tree: Tree) -> Tree:
-    """Returns what the forward pass computes in."""
+    """Returns the type of the forward pass."""
     names = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     if value not in names:
         raise ValueError(f"{value} is not supported here; model.dtype is bfloat16 or float32")
@@ -145,7 +145,7 @@ def loggers(value: Any, tree: Tree) -> Tree:
 
 
 def resume(value: Any, tree: Tree) -> Tree:
-    """Returns whether a run in the same folder goes on."""
+    """Returns whether a run in the same folder is continued."""
     if value == "resume_path":
         raise ValueError("a run goes on from its own folder: set trainer.run_dir to that of the run")
     return {"trainer.resume": {"disable": "never"}.get(value, value)}
@@ -159,7 +159,7 @@ _HERE = (
 
 
 def estimator(value: Any, tree: Tree) -> Tree:
-    """Returns the estimator by the name that it has here."""
+    """Returns the estimator by its name here."""
     ours = _ESTIMATORS.get(value, value)
     if ours not in _HERE:
         raise ValueError(f"there is no estimator {value}; see algorithm.adv_estimator, or write one")

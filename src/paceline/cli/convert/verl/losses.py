@@ -1,4 +1,4 @@
-"""verl's policy losses, clip ranges, weights of rollout correction and steps, as ours."""
+"""Converts verl's policy losses, clip ranges, rollout correction and step counts to ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of verl's trainer and ours."""
+"""The table of verl's keys and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// The page: runs, their head, and the parts that the other files draw; renewed while runs are under way.
+// The page: runs, their summaries, and the parts that the other files draw; updated while runs are in progress.
 
 const RENEW_MS = 2000;
 
@@ -38,7 +38,7 @@ class App {
     this.#drawList();
   }
 
-  // The runs that the address names after #; the only one, or the list.
+  // Shows the runs that the address names after #, else the only run, else the list.
   #choose() {
     const [names] = location.hash.slice(1).split("?");
     const wanted = names.split(",").map(decodeURIComponent).filter(name => this.runs.has(name));
@@ -137,7 +137,7 @@ class App {
     await Promise.all([this.parts.timeline.show(step), this.parts.samples.show(step)]);
   }
 
-  // One after the other: two at once would fetch the same lines twice.
+  // One update at a time: two at once would fetch the same lines twice.
   #renew() {
     this.last = this.last.then(() => this.#look());
     return this.last;
@@ -163,7 +163,7 @@ class App {
     this.trouble.hidden = true;
   }
 
-  // Says whether there is anything new to draw.
+  // Returns whether there is anything new to draw.
   async #fetchMetrics(run) {
     const fresh = run.add(await this.source.metrics(run.name, run.generation, run.numLines));
     return fresh || !run.looked;
@@ -198,7 +198,7 @@ class App {
     if (view.step === null && last) await this.parts.timeline.show(last[0]);
   }
 
-  // The sample that the address names behind "?", once for each address.
+  // Opens the sample that the address names after "?", once for each address.
   async #openSample() {
     const [, place] = location.hash.split("?");
     if (place === this.place) return;
@@ -261,7 +261,7 @@ class App {
       loud.length > shown.length ? h("p", {class: "none"}, `${loud.length - shown.length} more in events.jsonl`) : "");
   }
 
-  // The keys in which the configurations of runs differ.
+  // Lists the keys in which the runs' configurations differ.
   async #compare(runs) {
     const trees = await Promise.all(runs.map(async run => leaves(await this.source.config(run.name))));
     const keys = [...new Set(trees.flatMap(tree => [...tree.keys()]))]
@@ -279,7 +279,7 @@ function median(values) {
   return sorted[Math.floor(sorted.length / 2)];
 }
 
-// Dotted keys and values of a YAML file as Paceline writes it.
+// Returns the dotted keys and values of a YAML file that Paceline wrote.
 function leaves(text) {
   const values = new Map(), path = [];
   for (const line of text.split("\n")) {

@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// Text goes into the page as text nodes alone: a model's output can never become markup.
+// Text goes into the page only as text nodes, so a model's output can never become markup.
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -48,7 +48,7 @@ function duration(seconds) {
   return minutes < 120 ? `${Math.round(minutes)} min` : `${(minutes / 60).toFixed(1)} h`;
 }
 
-// Round numbers (1, 2, 2.5 or 5 times a power of ten apart) within a range.
+// Returns round numbers within a range, spaced by 1, 2, 2.5 or 5 times a power of ten.
 function ticksBetween(low, high, count) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));

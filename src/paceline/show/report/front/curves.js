@@ -1,7 +1,7 @@
-// The curves of one run, or of several over each other.
+// The curves of one run, or of several runs in the same charts.
 
 const DASHES = ["none", "5 3", "2 2", "8 3 2 3"];
-// Maxima and schedules are drawn as they are: a mean of neighbours would be none of them.
+// Maxima and schedules are drawn unsmoothed: a mean of neighbours would be no value of theirs.
 const EXACT = /(^|[/_])(max|min|lr|kl_coef)$|^perf\/memory/;
 
 class Curves {
@@ -46,7 +46,7 @@ class Curves {
     });
   }
 
-  // The components of the reward, but one that is the reward itself: it would lie on its line.
+  // Returns the components of the reward, without one that equals the reward: their lines would coincide.
   #components(run, total) {
     const totals = new Map(run.points(total).map(point => [point[0], point[2]]));
     return run.names().filter(name => /^reward\/.+\/mean$/.test(name))
@@ -54,7 +54,7 @@ class Curves {
       .map(name => ({name, label: name.slice("reward/".length, -"/mean".length)}));
   }
 
-  // Charts whose lines never move are a line of words, until somebody wants to see one.
+  // Charts whose lines never change are listed in one line of text; a click shows such a chart.
   #drawUnchanged() {
     const folded = this.cards.filter(card => card.folded);
     this.unchanged.hidden = !folded.length;

@@ -1,4 +1,4 @@
-// The validations: a table for each set, of one run over its steps, of several over the runs.
+// The validations: a table per set, with the steps of one run or a comparison of several runs.
 
 class Evaluations {
   constructor(runs, onStep) {
@@ -12,7 +12,7 @@ class Evaluations {
     this.element.replaceChildren(h("h2", {}, "Evaluations"), ...parts);
   }
 
-  // The mean reward at a step, with its interval where the run has one.
+  // Returns the mean reward at a step, with its interval if the run has one.
   #reward(run, set, step) {
     const at = name => this.#at(run, `${set.prefix}reward/${name}`, step);
     const [mean, low, high] = ["mean", "low", "high"].map(at);
@@ -33,7 +33,7 @@ class Evaluations {
     })));
   }
 
-  // Of each run the first validation, the best and the last.
+  // Shows the first, the best and the last validation of each run.
   #compared() {
     const sets = new Map(this.runs.flatMap(run => run.heldOut()).map(set => [set.name, set]));
     return [...sets.values()].map(set => this.#table(set, "run", this.runs.flatMap(run => this.#summary(run, set))));
@@ -49,7 +49,7 @@ class Evaluations {
     });
   }
 
-  // A row for each of `entries`; one without a step stands for a run that has not answered the set.
+  // Makes a row per entry; an entry without a step stands for a run that has not answered the set.
   #table(set, title, entries) {
     const columns = this.#columns(set);
     const rows = entries.map(({run, step, best, head}) => h("tr", {}, h("td", {}, head),
@@ -61,7 +61,7 @@ class Evaluations {
       h("tbody", {}, ...rows)));
   }
 
-  // Titles, names and digits of the numbers that any of the runs has of a set.
+  // Returns title, name and digits of each number that any of the runs has for a set.
   #columns(set) {
     const names = new Set(this.runs.flatMap(run => run.names()).filter(name => name.startsWith(set.prefix))
       .map(name => name.slice(set.prefix.length)));

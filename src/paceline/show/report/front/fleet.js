@@ -1,4 +1,4 @@
-// The members of a run with their states and versions, and what the machine's processes and GPUs take.
+// The members of a run with their states and versions, and the usage of the machine's processes and GPUs.
 
 class Fleet {
   constructor(run) {

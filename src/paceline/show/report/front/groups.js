@@ -1,8 +1,8 @@
-// What the samples of a step say together: rewards as a histogram, an answer over the steps.
+// Views of a step's samples together: a histogram of rewards, and an answer over the steps.
 
 const NUM_BINS = 16;
 
-// A bar for each range of rewards; a click chooses the range.
+// Draws a bar for each range of rewards; a click selects the range.
 function histogram(rows, onRange) {
   const rewards = rows.map(row => row.reward).filter(reward => reward !== null);
   const low = Math.min(...rewards), high = Math.max(...rewards);
@@ -22,7 +22,7 @@ function histogram(rows, onRange) {
 
 const signed = value => `${value < 0 ? "−" : "+"}${short(Math.abs(value))}`;
 
-// The answers to the prompt of a row in all validations that are there, each with its changes against the one before.
+// Shows the answers to a row's prompt in all validations, each with its changes from the one before.
 async function overSteps(source, run, names, row) {
   const found = [];
   const validations = names.filter(other => other.startsWith("val")).sort((a, b) => stepOf(a) - stepOf(b));
@@ -36,7 +36,7 @@ async function overSteps(source, run, names, row) {
     h("pre", {}, ...(i ? changes(found[i - 1][1].response, same.response) : [same.response]))));
 }
 
-// The words of a text; those that it has beyond another are marked, and what it lost is struck out.
+// Returns the words of the later text, with added words marked and removed words struck out.
 function changes(before, after) {
   const [a, b] = [before, after].map(text => text.split(/(\s+)/));
   const common = Array.from({length: a.length + 1}, () => new Uint16Array(b.length + 1));

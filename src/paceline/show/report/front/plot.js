@@ -1,6 +1,6 @@
 // A chart over steps: lines or a stack, values under the pointer, zoom by dragging, log scale, notes below.
 
-// What all charts of the page share.
+// The state that all charts of the page share.
 const view = {range: null, byTime: false, smooth: 0, notes: true, cursor: null, step: null};
 const LEVELS = ["info", "warn", "bad"];
 
@@ -99,7 +99,7 @@ class Plot {
     this.drawCursor();
   }
 
-  // Half a bar on either side.
+  // Adds half a bar on either side.
   #widen(x, lines, place) {
     const half = (x[1] - x[0]) / Math.max(1, ...lines.map(line => line.points.length - 1)) / 2;
     if (lines[0]?.points[0][place] > x[0] - half) x.splice(0, 2, x[0] - half, x[1] + half);
@@ -109,7 +109,7 @@ class Plot {
     let first = points.findIndex(point => point[place] >= low), last = points.length;
     while (last > 0 && points[last - 1][place] > high) last -= 1;
     if (first < 0) first = points.length;
-    // With a neighbour on either side, so that lines run to the edge.
+    // Includes a neighbour on either side, so that lines reach the edge.
     return points.slice(Math.max(0, first - 1), last + 1);
   }
 
@@ -148,7 +148,7 @@ class Plot {
     return parts;
   }
 
-  // One tick per pixel where something of note happened, as bad as the worst of it.
+  // Draws one tick per pixel that has notes, at the level of the worst note.
   #marks() {
     const {size} = this.scale, worst = new Map();
     for (const [step, notes] of this.notes()) {
@@ -214,7 +214,7 @@ class Plot {
     return bins;
   }
 
-  // A tenth of the steps may be higher: one slow step must not flatten all others.
+  // A tenth of the steps may exceed the top, because one slow step must not flatten all others.
   #stackTop(curves) {
     const totals = new Map();
     for (const line of curves) {
@@ -269,7 +269,7 @@ class Plot {
     this.overlay.replaceChildren(...parts);
   }
 
-  // The values of the step that is nearest to the pointer, and what was of note there.
+  // Returns the values of the step that is nearest to the pointer, and its notes.
   valuesAt(x) {
     const {place} = this.scale;
     const values = this.drawn.filter(line => !this.hidden.has(line.label))
@@ -277,7 +277,7 @@ class Plot {
     if (!values.length) return null;
     const best = values.reduce((a, b) =>
       Math.abs(b.point[place] - x) < Math.abs(a.point[place] - x) ? b : a).point;
-    // A line that has no value at that step, such as a validation's, shows its own nearest one with its step.
+    // A line without a value at that step, such as a validation's, shows its own nearest value with its step.
     return {step: best[0], hours: best[1], values, notes: view.notes ? this.notes().get(best[0]) || [] : []};
   }
 
@@ -331,7 +331,7 @@ function nearest(points, place, x) {
   return Math.abs(a[place] - x) <= Math.abs(b[place] - x) ? a : b;
 }
 
-// An exponential moving average without the pull of its start.
+// Returns an exponential moving average that is not biased towards its first value.
 function smoothed(points, weight) {
   let sum = 0, norm = 0;
   return points.map(([step, hours, value]) => {
@@ -341,7 +341,7 @@ function smoothed(points, weight) {
   });
 }
 
-// Of many points in one pixel, the lowest and the highest.
+// Keeps the lowest and the highest of several points in one pixel.
 function thinned(points, width) {
   if (points.length < 3 * width) return points;
   const kept = [];

@@ -1,4 +1,4 @@
-// The table of runs: to choose, to sort by a click on a head, to search.
+// The table of runs, for selecting, searching, and sorting by a click on a header.
 
 class RunTable {
   constructor(onToggle) {
@@ -17,7 +17,7 @@ class RunTable {
     this.#fill();
   }
 
-  // Titles, what a run is sorted by, and what is shown.
+  // Returns title, sort key and cells of each column.
   #columns() {
     const headlines = [...new Set(this.runs.flatMap(run => Object.keys(run.head.headlines)))];
     return [

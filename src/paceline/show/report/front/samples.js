@@ -34,7 +34,7 @@ class Samples {
       h("div", {class: "filters"}, ...Object.values(this.fields)), this.rewards, this.note, this.refused, this.list, this.more);
   }
 
-  // Shows the samples of the files that are there now; the last training step until another is chosen.
+  // Shows the samples of the files that exist now; those of the last training step until another is selected.
   async renew() {
     const names = await this.source.sampleNames(this.run.name);
     if (names.join() === this.names.join()) return;
@@ -56,7 +56,7 @@ class Samples {
     await this.load();
   }
 
-  // Shows one sample, which an address names: FILE/ROW.
+  // Shows the sample that an address names as FILE/ROW.
   async open(place) {
     const [name, row] = place.split("/");
     if (!this.names.includes(name)) return;
@@ -128,7 +128,7 @@ class Samples {
       + short(high))];
   }
 
-  // How far a reward is from the mean of its group.
+  // Returns how far a reward is from the mean of its group.
   #beside({reward, group}) {
     return reward === null || !group || group.count < 2 ? "" : `${signed(reward - group.mean)} beside its group · `;
   }
@@ -165,7 +165,7 @@ class Samples {
 const stepOf = name => Number(name.split("_")[1]);
 const titleOf = name => `${name.startsWith("val") ? "validation after step" : "step"} ${stepOf(name)}`;
 
-// The response with a colour for each token: how unlikely it was, or how far engine and learner are apart.
+// Shows the response with a colour for each token: how unlikely it was, or how much engine and learner differ.
 function tokenView(detail) {
   const {tokens, engine, learner, mask, segments} = detail;
   const text = h("pre", {}, detail.response ?? "");
@@ -177,7 +177,7 @@ function tokenView(detail) {
     ...(learner && {"learner's log-prob": i => Math.min(1, -learner[i] / 5),
       "their difference": i => apart[i] / most}),
   };
-  // What the policy did not write is grey; a rule stands where a segment begins, which sees nothing of those before.
+  // Text that the policy did not write is grey; a rule marks a new segment, which does not see earlier ones.
   const paint = by => text.replaceChildren(...tokens.flatMap((token, i) => {
     const rule = segments.includes(i) ? [h("span", {class: "segment"}, `segment ${segments.indexOf(i) + 2}`)] : [];
     if (!mask[i]) return [...rule, h("span", {class: "given"}, token)];

@@ -38,7 +38,7 @@ class FrozenSource {
   timelineSteps() { return Object.keys(this.data.timelines).map(Number); }
 }
 
-// The numbers of a run, and what is asked of them again and again.
+// The numbers of a run, with cached answers to repeated queries.
 class Run {
   constructor(head) {
     this.head = head;
@@ -55,7 +55,7 @@ class Run {
     this.journal = this.journal || {began: 0, notes: [], fleet: [], verdicts: {}, guard: []};
   }
 
-  // Takes lines of metrics.jsonl; says whether there was anything new.
+  // Adds lines of metrics.jsonl; returns whether there was anything new.
   add(part) {
     if (part.is_new && this.generation !== part.generation) this.clear();
     this.generation = part.generation;
@@ -72,7 +72,7 @@ class Run {
     return true;
   }
 
-  // [step, hours, value] of a metric, by step; of a step that was repeated, the last value.
+  // Returns [step, hours, value] of a metric by step; a repeated step has its last value.
   points(name) {
     if (!this.cached.has(name)) {
       const column = this.columns[name] || [], times = this.columns.time || [];
@@ -88,7 +88,7 @@ class Run {
     return this.cached.get(name);
   }
 
-  // Notes by step, for the curves.
+  // Returns notes by step, for the curves.
   notes() {
     if (!this.cached.has("/notes")) {
       const byStep = new Map();
@@ -106,7 +106,7 @@ class Run {
     this.cached.clear();
   }
 
-  // The sets of held-out prompts; "" is the name of that of data.val_files.
+  // Returns the sets of held-out prompts; "" is the name of the set of data.val_files.
   heldOut() {
     return this.names().map(name => /^val\/(?:([^/]+)\/)?reward\/mean$/.exec(name)).filter(Boolean)
       .map(([name, set]) => ({name: set || "", prefix: name.slice(0, -"reward/mean".length)}))

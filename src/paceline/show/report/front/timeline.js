@@ -1,4 +1,4 @@
-// A step's spans: a lane for each process, a bar for each piece of work. A click on a bar zooms to it.
+// A step's spans: a lane per process, a bar per span. A click on a bar zooms to it.
 
 class Timeline {
   constructor(source, run) {
@@ -21,7 +21,7 @@ class Timeline {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  // A step of which there are spans; the nearest one where only some steps have them.
+  // Shows a step's spans; if only some steps have spans, those of the nearest such step.
   async show(step) {
     const steps = this.source.timelineSteps();
     if (steps && steps.length) {
@@ -39,7 +39,7 @@ class Timeline {
     this.draw();
   }
 
-  // Rows of a process in which no two spans overlap; what finds no place within eight shares the last.
+  // Packs a process's spans into up to eight rows without overlaps; the last row takes what does not fit.
   #packed(spans) {
     const ends = [];
     for (const span of spans) {
@@ -89,7 +89,7 @@ class Timeline {
     }
     for (const tick of ticksBetween(from, to, Math.max(2, Math.floor(width / 110)))) {
       parts.unshift(s("line", {class: "grid", x1: x(tick), x2: x(tick), y1: 0, y2: top}));
-      // The first would begin left of the picture where names stand above their lanes.
+      // The first label would begin left of the picture if names stand above their lanes.
       const anchor = x(tick) < 20 ? "start" : "middle";
       parts.push(s("text", {x: x(tick), y: top + 14, "text-anchor": anchor}, `${short(tick)} s`));
     }
