@@ -149,7 +149,7 @@ def penalized_scores(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_
 
 
 class FixedKLController:
-    """Keeps the coefficient fixed."""
+    """Keeps the coefficient at its configured value."""
 
     def __init__(self, kl_coef: float) -> None:
         require_range("kl_coef", kl_coef, at_least=0.0)

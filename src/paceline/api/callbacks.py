@@ -20,7 +20,7 @@ _ANSWER_S = 20.0
 
 
 class Training:
-    """A run in progress.
+    """A training run in progress, for callbacks.
 
     Attributes:
         stopping: whether a callback has asked to end the run.

@@ -34,5 +34,5 @@ def _digest(password: str) -> str:
 
 
 def rules(keys: str = "paceline:*") -> str:
-    """Lists the user's permissions."""
+    """Lists what the user is permitted."""
     return " ".join(["resetchannels", f"~{keys}", "-@all", *(f"+{command}" for command in COMMANDS)])

@@ -216,7 +216,7 @@ class CustomLoss(PolicyLossOptions):
         return self.scalable
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Returns `options` unchanged."""
+        """Returns the configured `options`, unchanged."""
         return dict(self.options)
 
 

@@ -37,7 +37,7 @@ _CONNECTION_AGE_S = 600
 
 @dataclass(kw_only=True, slots=True)
 class RunningServer:
-    """A listening gRPC server.
+    """A gRPC server that listens.
 
     Attributes:
         advertise: address or name under which others reach it.
