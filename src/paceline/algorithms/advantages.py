@@ -144,8 +144,7 @@ def dr_grpo(rows: SampleRows) -> Estimates:
 
 
 def rloo(rows: SampleRows) -> Estimates:
-    """Returns the score minus the mean of the group's other scores, (s - mean_g) n / (n - 1) (RLOO,
-    arXiv:2402.14740).
+    """Returns the score minus the mean of the group's others, (s - mean_g) n / (n - 1) (arXiv:2402.14740).
 
     Arguments and results as in `grpo`.
     """

@@ -18,8 +18,7 @@ from paceline.core.errors import NumericsError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """The place of each of B sequences in a (G, N) table with one row per group; N is the largest group's
-    size.
+    """The place of B sequences in a (G, N) table with one row per group; N is the largest group's size.
 
     A table is used because sums of scatter-adds differ from run to run on a GPU.
     """

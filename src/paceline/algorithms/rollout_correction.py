@@ -105,15 +105,13 @@ def log_prob_diff_max(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Te
 
 
 def largest_weight(weights: Tensor, mask: Tensor) -> Tensor:
-    """Returns the largest weight of an unmasked token, 0-dim; 0 if there is none. Combine parts by their
-    maximum."""
+    """Returns the largest weight of an unmasked token, 0-dim; 0 if there is none. Parts combine by max."""
     kept = keep(weights.detach(), mask)
     return kept.amax() if kept.numel() else kept.sum()
 
 
 def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """Returns [sum w, sum w^2, n] of the unmasked tokens, (3,). Add up parts, then call
-    `effective_sample_size`."""
+    """Returns [sum w, sum w^2, n] of the unmasked tokens, (3,), which add up over parts."""
     weights = keep(weights.detach(), mask)
     count = mask.bool().sum().to(weights.dtype)
     return torch.stack([masked_sum(weights, mask), masked_sum(weights.square(), mask), count])

@@ -114,7 +114,7 @@ class Broker(Protocol):
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves a consumer's progress on its entries; returns the ids of the entries for which it was saved.
+        """Saves a consumer's progress on its entries; returns the ids of those for which it was saved.
 
         Leaves out entries that are no longer the consumer's, and parts that would leave a gap. Acknowledging
         an entry or deleting its stream removes its saved progress. Does not wait through an outage.

@@ -51,8 +51,7 @@ _NAMED_STORES: WeakValueDictionary[str, MemoryStore] = WeakValueDictionary()
 
 
 def named_store(name: str) -> MemoryStore:
-    """Returns the store of `memory://NAME`, alive as long as a broker uses it; a new store if there is no
-    name."""
+    """Returns the store of `memory://NAME`, alive as long as a broker uses it; without a name, a new one."""
     if not name:
         return MemoryStore()
     return _NAMED_STORES.setdefault(name, MemoryStore())
@@ -190,8 +189,7 @@ class MemoryBroker:
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves a consumer's progress on its entries; returns the ids of the entries for which it was
-        saved."""
+        """Saves a consumer's progress on its entries; returns the ids of those for which it was saved."""
         state, saved = self._group(stream, group) or _Group(), []
         for part in parts:
             pending = state.pending.get(_number(part.entry_id))

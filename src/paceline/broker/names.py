@@ -42,8 +42,7 @@ def val_scored(run_id: str, version: int) -> str:
 
 
 def mailbox(stream: str) -> str:
-    """Removes run and version from a stream's name: prompts, trajectories, scored, val_prompts or
-    val_scored."""
+    """Returns a stream's name without run and version, such as prompts, scored or val_prompts."""
     *before, last = stream.split(":")
     return before[-1] if before and last[:1] == "v" and last[1:].isdecimal() else last
 

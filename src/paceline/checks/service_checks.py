@@ -1,5 +1,4 @@
-"""Runs checks of services, each in its own process, because they import torch, an engine or a user's
-module."""
+"""Runs services' checks, each in its own process: they import torch, an engine or a user's module."""
 
 from __future__ import annotations
 

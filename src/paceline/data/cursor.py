@@ -21,8 +21,7 @@ class CursorState:
 
 
 class PromptCursor:
-    """Yields batches of distinct prompt ids; an epoch visits each id once, in an order given by seed and
-    epoch.
+    """Yields batches of distinct prompt ids; an epoch visits each id once, ordered by seed and epoch.
 
     Ids left over at the end of an epoch that do not fill a batch are skipped, so that no id appears twice in
     a batch.

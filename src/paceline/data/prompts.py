@@ -174,8 +174,7 @@ def last_message(value: object) -> str:
 
 
 def exchange_text(tokenizer: Tokenizer, prompt: str, answer: str) -> str:
-    """Returns the text of a message and its answer for a reward model, in the chat template if there is
-    one."""
+    """Returns a message and its answer as text for a reward model, in the chat template if there is one."""
     if not tokenizer.chat_template:
         return prompt + answer
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

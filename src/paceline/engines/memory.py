@@ -1,5 +1,4 @@
-"""The memory of an engine on its GPU, for the planner and for the learner that frees memory for the
-engine."""
+"""The memory of an engine on its GPU, for the planner and for the learner that frees memory for it."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnRedis:
-    """Owns the run's server; create and tend it in the main thread, because the server dies with the thread
-    that started it."""
+    """Owns the run's server; use it in the main thread: the server dies with the thread that started it."""
 
     def __init__(self, folder: Path, history: RestartHistory, *, max_memory_mib: int | None = None) -> None:
         self._history = history

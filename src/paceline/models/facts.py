@@ -147,14 +147,12 @@ _UNKNOWN = ModelFamily(is_tested=False)
 
 
 def family_of(model_type: Any) -> ModelFamily:
-    """Returns the facts about the `model_type` of a config.json; those of the plain decoder if it is
-    unknown."""
+    """Returns the facts about a `model_type`; those of the plain decoder if it is unknown."""
     return FAMILIES.get(str(model_type), _UNKNOWN)
 
 
 def family_in(folder: Path) -> ModelFamily:
-    """Returns the facts about the language model in a folder; those of the plain decoder without
-    config.json."""
+    """Returns the facts about a folder's language model; those of the plain decoder without config.json."""
     tree = config_tree(folder)
     return family_of((tree.get("text_config") or tree).get("model_type"))
 

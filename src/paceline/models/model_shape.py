@@ -253,8 +253,7 @@ class ModelShape:
 
     @property
     def num_in_matrices(self) -> int:
-        """Number of parameters in the layers' matrices, without those of experts, which are stored
-        together."""
+        """Number of parameters in the layers' matrices, except experts, which are stored together."""
         attention = self._attention
         if self.latent is not None:
             attention -= self.latent.norms
@@ -375,8 +374,7 @@ def _number(tree: Mapping[str, Any], *names: str) -> int:
 
 
 def _num_dense(tree: Mapping[str, Any], num_layers: int) -> int:
-    """Counts layers without experts: the first ones (DeepSeek), those named, or all except every n-th
-    (Qwen)."""
+    """Counts layers without experts: the first (DeepSeek), named ones, or all except every n-th (Qwen)."""
     first, step = _number(tree, "first_k_dense_replace"), _number(tree, "decoder_sparse_step") or 1
     named = set(tree.get("mlp_only_layers") or ())
     return sum(index < first or index in named or (index + 1) % step != 0 for index in range(num_layers))

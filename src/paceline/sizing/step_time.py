@@ -126,8 +126,7 @@ def learning_time(config: RunConfig, shape: ModelShape, card: Card) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """One step's work. `prompt` and `response`: mean tokens of each; `longest`: tokens of the longest
-    answer."""
+    """One step's work. `prompt`, `response`: mean tokens of each; `longest`: tokens of the longest answer."""
 
     config: RunConfig
     shape: ModelShape

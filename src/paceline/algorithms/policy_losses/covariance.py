@@ -130,8 +130,7 @@ def clip_cov(
 
 
 def _selected(inputs: LossInputs, *choice: float) -> Tensor:
-    """Returns the tokens that the caller selected over the mini-batch; otherwise selects among these
-    inputs."""
+    """Returns the tokens that the caller has selected, or else selects among these inputs."""
     if inputs.selected is None:
         return highest_covariance(inputs.log_probs, inputs.advantages, inputs.mask, *choice)
     require_same_shape(mask=inputs.mask, selected=inputs.selected)

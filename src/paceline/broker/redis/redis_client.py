@@ -160,8 +160,7 @@ class RedisClient:
         raise refusal(error, server=self.server, command=command) from error
 
     async def _drop_idle_connections(self) -> None:
-        """Makes the next attempt look the address up and reconnect, because another server may have it
-        now."""
+        """Makes the next attempt look the address up and reconnect: another server may have it now."""
         with contextlib.suppress(RedisError, OSError):
             await self._pool.disconnect(inuse_connections=False)
 

@@ -1,5 +1,4 @@
-"""Reads the redis client's errors: which ones are temporary, and what the others mean. Never shows the
-password."""
+"""Reads the redis client's errors: which are temporary, what others mean. Never shows the password."""
 
 from __future__ import annotations
 

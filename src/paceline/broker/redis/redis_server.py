@@ -209,8 +209,7 @@ class RedisServer:
             self.port = 0
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Ends the process with SIGTERM, on which it writes everything out, and if that fails with
-        SIGKILL."""
+        """Ends the process with SIGTERM, on which it writes everything out, or else with SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return

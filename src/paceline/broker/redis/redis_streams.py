@@ -142,8 +142,7 @@ class RedisStreamsBroker:
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves a consumer's progress on its entries; returns the ids of the entries for which it was
-        saved."""
+        """Saves a consumer's progress on its entries; returns the ids of those for which it was saved."""
         saved: list[str] = []
         for batch in _batches(parts, lambda part: len(part.data)):
             words = [word for part in batch for word in (part.entry_id, part.offset, part.data)]

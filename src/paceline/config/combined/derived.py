@@ -245,8 +245,7 @@ class DerivedSettings(RunSections):
 
     @property
     def pushes_in_flight(self) -> bool:
-        """Whether weights reach servers with unfinished samples, so that several versions may sample a
-        response."""
+        """Whether weights reach servers during sampling, so that several versions may sample a response."""
         return self.rollout.in_flight != "wait"
 
     @property

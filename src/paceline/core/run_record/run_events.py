@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEvent:
-    """The run is in a phase; `admitted` of `wanted` trajectories have arrived (both 0 if it collects
-    none)."""
+    """The run is in a phase; `admitted` of `wanted` trajectories have arrived (0 of 0 if none is wanted)."""
 
     step: int
     phase: str

@@ -92,8 +92,7 @@ def as_trl_calls(
 
 
 def _columns(items: Sequence[ScoreItem], completions: str) -> dict[str, Any]:
-    """Returns the arguments that TRL passes; `completions` is "messages" for prompts that are
-    conversations."""
+    """Returns the arguments that TRL passes; `completions` is "messages" for conversational prompts."""
     if completions not in ("text", "messages"):
         raise ValueError(f"completions={completions!r} must be text or messages")
     as_messages = completions == "messages"

@@ -39,8 +39,7 @@ def find_function(reference: str, subject: str) -> object:
 
 
 def source_file(reference: str) -> Path | None:
-    """Returns the file that defines what `reference` names, without importing it; None if there is no such
-    file."""
+    """Returns the file that defines what `reference` names, without importing it; None if there is none."""
     place, _, _ = reference.rpartition(":")
     if place.endswith(".py"):
         candidates = [Path(place).expanduser()]

@@ -134,8 +134,7 @@ class PromptReader:
         )
 
     def training(self) -> dict[str, PromptSet]:
-        """Returns the training sets by name, with ids that continue from set to set; raises the same errors
-        as `read`."""
+        """Returns the training sets by name; ids continue from set to set. Raises the errors of `read`."""
         sets: dict[str, PromptSet] = {}
         for part in self.data.training_sets:
             sets[part.name] = self.read(part, first_id=sum(read.num_rows for read in sets.values()))

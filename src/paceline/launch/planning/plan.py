@@ -93,8 +93,7 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
 
 
 def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
-    """Returns the checks that run while the controller starts; the controller itself checks data and
-    model."""
+    """Returns the checks that run while the controller starts, which itself checks data and model."""
     names = {Role.REWARD: "scorers"}
     if config.actor.policy_loss.type == "custom" or config.algorithm.is_own:
         names[Role.LEARNER] = "algorithm"

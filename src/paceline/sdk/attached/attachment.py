@@ -76,8 +76,7 @@ class Attachment(Generic[TaskT, AnswerT]):
         self._clients: dict[str, AttachedClient[TaskT, AnswerT]] = {}
 
     async def run(self) -> None:
-        """Answers tasks until the run is over or `stop` is called. When cancelled, its tasks go to other
-        clients.
+        """Answers tasks until the run is over or `stop` is called; when cancelled, others get its tasks.
 
         Raises:
             PeerLostError, DeadlineError: the run did not answer for `patience_s`.

@@ -88,8 +88,7 @@ class _WrongRoleError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Refusal:
-    """How a call ends. It is no exception, because gRPC keeps those that abort a call in a cycle with their
-    frames.
+    """How a call ends. Not an exception: gRPC keeps those that abort calls in a cycle with their frames.
 
     Hundreds of refused calls would then keep their messages until the garbage collector runs.
     """

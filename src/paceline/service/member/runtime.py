@@ -60,8 +60,7 @@ class ServiceContext:
         self._stack.defer(name, step, budget_s=budget_s)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts a named task beside main; its error ends the service. It is cancelled after the deferred
-        steps."""
+        """Starts a named task beside main, cancelled after the deferred steps; its error ends the service."""
         task = self._tasks.create_task(work, name=f"{self.name}/{name}")
         self._spawned[task] = None
         task.add_done_callback(lambda task: self._spawned.pop(task, None))

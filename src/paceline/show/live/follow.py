@@ -51,8 +51,7 @@ async def follow(address: str, credentials: Credentials, view: View, *, patience
 
 
 class _News:
-    """Recognises events that were shown before: after a rewind or a new connection the controller repeats
-    some."""
+    """Recognises events shown before: after a rewind or a new connection the controller repeats some."""
 
     def __init__(self) -> None:
         self.next_step, self._validated = 0, set[int]()

@@ -67,8 +67,7 @@ class RunContent:
         return {"generation": self._metrics.generation, "is_new": not same, **part}
 
     def journal(self) -> dict[str, Any]:
-        """Returns notes, fleet, fired guard rules and verdicts; reading these takes longest for a long
-        run."""
+        """Returns notes, fleet, fired guard rules and verdicts; slow for a long run."""
         self._read_journal()
         return self._view.content(process_ends.read(self.folder))
 

@@ -232,8 +232,7 @@ class MemoryPlan:
 
 
 def _largest(low: int, high: int, fits: Any) -> int | None:
-    """Returns the largest number in [low, high) that fits, assuming that smaller numbers fit, too; None if
-    `low` does not fit."""
+    """Returns the largest number in [low, high) that fits, if smaller ones fit, too; None if none fits."""
     if low >= high or not fits(low):
         return None
     while high - low > 1:

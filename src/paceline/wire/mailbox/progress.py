@@ -1,5 +1,4 @@
-"""Encodes the saved progress of a group's unfinished samples as appended frames, each of which is a
-message."""
+"""Encodes the saved progress of a group's unfinished samples: appended frames, each of them a message."""
 
 from __future__ import annotations
 

@@ -250,8 +250,7 @@ def _assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _imports(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yields the script's imports, each with its dotted path; for TRL's own rewards, the path is only the
-    name."""
+    """Yields the script's imports with their dotted paths; for TRL's own rewards, with the name alone."""
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
