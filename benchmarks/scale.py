@@ -36,7 +36,7 @@ from paceline.learner.batch.planning.arithmetic import Arithmetic
 from paceline.learner.batch.planning.plan import plan_batch, plan_chunk
 from paceline.learner.checkpoint.files import FileRecord
 from paceline.learner.checkpoint.manifest import Manifest
-from paceline.learner.train.scoring.chunks import lengths
+from paceline.learner.train.scoring import lengths
 from paceline.wire.calls.training import decode_order, order_to_proto
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from paceline.learner.model.decoder import compiling
 from paceline.learner.model.decoder.experts import routers
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork, body_of, decoder_layers
-from paceline.learner.train.scoring import score
+from paceline.learner.train import scoring
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.warm_up import load_warm, warm_up
 from support.architectures import tiny_config
@@ -162,8 +162,8 @@ def test_a_warm_up_leaves_nothing_to_compile_and_numbers_are_those_of_eager_laye
     compiler.rounding = 1.001
 
     # Old log-probs without a graph would part from the update.
-    honest = score._score_all
-    monkeypatch.setattr(score, "_score_all", lambda *given, with_graph: honest(*given, with_graph=False))
+    honest = scoring._score_all
+    monkeypatch.setattr(scoring, "_score_all", lambda *given, with_graph: honest(*given, with_graph=False))
     with pytest.raises(NumericsError, match="must be exactly on policy"):
         take_step(warm, 3)
 

@@ -21,7 +21,7 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures
 from paceline.learner.model.networks import hidden_states
-from paceline.learner.train.scoring.chunks import Planner, lengths
+from paceline.learner.train.scoring import Planner, lengths
 from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import make_batch, run_config
 

@@ -14,7 +14,7 @@ from paceline.algorithms.users_own.own import checked_estimates
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.algorithm import algorithm_of, try_algorithm
-from paceline.learner.train.estimating.shaping import draw_rows
+from paceline.learner.train.estimating import draw_rows
 from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from paceline.algorithms.policy_losses import highest_covariance
-from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.state.learner import Learner
-from paceline.learner.train.updating.losses import select_tokens
+from paceline.learner.train.updating.update import MiniBatch, select_tokens
 from support import learner_variants
 from support.learner_fakes import run_config
 from support.learner_ranks import alone, run_ranks

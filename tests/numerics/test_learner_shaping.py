@@ -22,18 +22,18 @@ from paceline.config.load import section_types
 from paceline.config.run import RunConfig
 from paceline.config.training.actor import ActorConfig
 from paceline.core.guard import Adjustments
-from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.planning.plan import plan_batch, plan_chunk
-from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
+from paceline.learner.batch.types import Denominators, MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.train import estimating
 from paceline.learner.train.algorithm import algorithm_of
-from paceline.learner.train.estimating import shaping
-from paceline.learner.train.estimating.advantages import Advantages
+from paceline.learner.train.estimating import Advantages
 from paceline.learner.train.state.learner import Learner
-from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss, select_tokens
+from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.updating.update import MiniBatch, cut_mini_batches, select_tokens
 from paceline.wire import decode_trajectory
 from support import learner_scenarios as scenarios
 from support.learner_fakes import make_batch, run_config
@@ -52,7 +52,7 @@ class TestOverlong:
         # 8 tokens are allowed: the penalty begins after 4 and is a half at 8.
         rows, _ = make_batch(step=1, seed=1)
         by_hand = {length: -0.5 * max(0, length - 4) / 4 for length in range(1, 9)}
-        scores, greedy, metrics = shaping.overlong_scores(run_config(Path("m"), **OVERLONG), rows)
+        scores, greedy, metrics = estimating.overlong_scores(run_config(Path("m"), **OVERLONG), rows)
         assert greedy == [None] * len(rows)
         penalties = [by_hand[row.num_response_tokens] for row in rows]
         assert scores == pytest.approx([row.reward + p for row, p in zip(rows, penalties, strict=True)])
@@ -64,7 +64,7 @@ class TestOverlong:
         rows, _ = make_batch(step=1, seed=1)
         longer = [replace(row, num_response_tokens=8) for row in rows]
         config = run_config(Path("m"), **OVERLONG)
-        assert shaping.overlong_scores(config, longer) == shaping.overlong_scores(config, rows)
+        assert estimating.overlong_scores(config, longer) == estimating.overlong_scores(config, rows)
 
     def test_the_step_is_that_of_the_shaped_scores(
         self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
@@ -72,9 +72,9 @@ class TestOverlong:
         config = run_config(model, **OVERLONG)
         shaped = numbers(take_step(Learner.build(config, ranks), 1))
         rows, _ = make_batch(step=1, seed=1)
-        shaping_of_step = shaping.overlong_scores(config, rows)
+        shaping_of_step = estimating.overlong_scores(config, rows)
         scores, _, _ = shaping_of_step
-        monkeypatch.setattr(shaping, "overlong_scores", lambda config, rows: shaping_of_step)
+        monkeypatch.setattr(estimating, "overlong_scores", lambda config, rows: shaping_of_step)
         plain = run_config(model, algorithm=GROUPS)
         assert numbers(take_step(Learner.build(plain, ranks), 1)) == shaped
         assert shaped["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
@@ -82,11 +82,11 @@ class TestOverlong:
     def test_a_greedy_answer_has_the_penalty_of_its_own_length(self, model: Path, ranks: Ranks) -> None:
         rows, _ = make_batch(step=1, seed=1, with_greedy=True)
         config = run_config(model, **OVERLONG)
-        scores, greedy, metrics = shaping.overlong_scores(config, rows)
+        scores, greedy, metrics = estimating.overlong_scores(config, rows)
         # Prompt i has a greedy answer of 8 - i tokens, worth i / 4.
         by_hand = [-0.5, 0.25 - 0.375, 0.5 - 0.25, 0.75 - 0.125, 1.0, 1.25, 1.5, 1.75]
         assert greedy == [by_hand[row.trajectory_id.prompt_id] for row in rows]
-        without = shaping.overlong_scores(config, make_batch(step=1, seed=1)[0])
+        without = estimating.overlong_scores(config, make_batch(step=1, seed=1)[0])
         assert (scores, metrics) == (without[0], without[2])
 
     def test_answers_as_long_and_good_as_the_greedy_one_teach_remax_nothing(
@@ -264,7 +264,7 @@ def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBa
         advantages=table(1.0),
         returns=table(1.0),
     )
-    return shaping.training_batch(scored, advantages, table(0.1, 1.0), counts)
+    return estimating.training_batch(scored, advantages, table(0.1, 1.0), counts)
 
 
 class TestResampling:
@@ -463,7 +463,7 @@ class TestResampling:
                 algorithm={**GROUPS, "resample": {"method": "pow", **resampling}},
                 trainer={"seed": seed},
             )
-            counts, metrics = shaping.draw_rows(config, scores=scores, group_ids=groups, step=step)
+            counts, metrics = estimating.draw_rows(config, scores=scores, group_ids=groups, step=step)
             batch = pack([replace(packed_rows()[0], index=i) for i in range(40)], torch.device("cpu"))
             return list(made_up(batch, counts).batch.rows), metrics
 
@@ -525,13 +525,13 @@ class TestRolloutCorrection:
         self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[TrainingBatch] = []
-        make = shaping.training_batch
+        make = estimating.training_batch
 
         def watch(*arguments: Any) -> TrainingBatch:
             seen.append(make(*arguments))
             return seen[-1]
 
-        monkeypatch.setattr(shaping, "training_batch", watch)
+        monkeypatch.setattr(estimating, "training_batch", watch)
         config = run_config(
             model,
             algorithm={**GROUPS, "rollout_correction": {"method": "tis", "cap": 1.5}},

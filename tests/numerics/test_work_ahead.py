@@ -18,7 +18,7 @@ from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.scoring.chunks import lengths
+from paceline.learner.train.scoring import lengths
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.state.shared_prompts import SharedPrompts
 from paceline.learner.train.step import train_step
@@ -240,7 +240,7 @@ def test_utilisation_counts_the_seconds_of_a_gradient_ahead(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arithmetic is that of the whole update, so the seconds must be, too."""
-    monkeypatch.setattr("paceline.learner.train.result.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("paceline.learner.train.step.peak_flops", lambda device: 1e9)
     step = Step(build(model, ranks), 1).ahead(EVERYTHING)
     ahead_s = step.learner.ahead.update_s
     metrics = step.train().metrics

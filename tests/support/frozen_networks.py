@@ -11,7 +11,7 @@ from paceline.config.run import RunConfig
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.scoring.score import score
+from paceline.learner.train.scoring import score
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 from support.architectures import tiny_config
@@ -136,10 +136,10 @@ def on_ranks(ranks: Ranks, model: str, teacher: str, own: str) -> list[Any]:
 def _on_ranks(ranks: Ranks, model: str, teacher: str, own: str, offload: bool) -> list[Any]:
     from unittest import mock
 
-    from paceline.learner.train.scoring import chunks
+    from paceline.learner.train import scoring
 
     tables: dict[str, list[float]] = {}
-    honest = chunks.score
+    honest = scoring.score
 
     def watched(*arguments: Any, **options: Any) -> Any:
         scored = honest(*arguments, **options)
@@ -149,7 +149,7 @@ def _on_ranks(ranks: Ranks, model: str, teacher: str, own: str, offload: bool) -
         return scored
 
     config = with_teacher(model, teacher, own, memory={"offload_reference": offload})
-    with mock.patch.object(chunks, "score", watched):
+    with mock.patch.object(scoring, "score", watched):
         metrics = numbers(take_step(Learner.build(config, ranks), 1))
     return [metrics, tables]
 

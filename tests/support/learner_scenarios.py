@@ -22,9 +22,8 @@ from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.estimating import shaping
-from paceline.learner.train.estimating.advantages import Advantages
-from paceline.learner.train.estimating.shaping import training_batch
+from paceline.learner.train import estimating
+from paceline.learner.train.estimating import Advantages, training_batch
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.updating.losses import PolicyLoss
@@ -128,7 +127,7 @@ def placed_on_tokens(
         learner = Learner.build(run_config(Path(model), algorithm=algorithm), ranks)
         with (
             mock.patch(f"{__name__}.make_batch", return_value=(placed, blobs)),
-            mock.patch.object(shaping, "training_batch", note),
+            mock.patch.object(estimating, "training_batch", note),
         ):
             outcomes[name] = numbers(take_step(learner, 1)), advantages
     return outcomes

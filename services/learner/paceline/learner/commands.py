@@ -34,7 +34,7 @@ from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.lora import with_adapters
 from paceline.learner.model.networks import num_parameters
 from paceline.learner.train.profiler import StepProfiler
-from paceline.learner.train.scoring.chunks import Fetch
+from paceline.learner.train.scoring import Fetch
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead

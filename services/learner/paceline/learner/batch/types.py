@@ -337,3 +337,13 @@ class TrainingBatch:
     def positive_mask(self, above: float) -> Tensor:
         """Returns the mask of the policy's tokens in sequences with a score above this; False elsewhere."""
         return self.batch.mask & (self.scores > above).unsqueeze(-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Denominators:
+    """Counts of one mini-batch over all ranks, by which losses divide, however the rows are split."""
+
+    num_tokens: int
+    num_sequences: int
+    num_positive_tokens: int = 0
+    """Tokens of right responses; see actor.positive_loss_coef."""

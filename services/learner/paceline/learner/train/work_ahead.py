@@ -13,15 +13,15 @@ import time
 from functools import partial
 
 from paceline.core.training import ChunkOrder
-from paceline.learner.batch.minibatch import nominal_counts
 from paceline.learner.train.algorithm import algorithm_of
-from paceline.learner.train.estimating.shaping import prepare
-from paceline.learner.train.scoring.chunks import Fetch, score_chunks
+from paceline.learner.train.estimating import prepare
+from paceline.learner.train.scoring import Fetch, score_chunks
 from paceline.learner.train.state.ahead import ScoredChunk
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.state.optimizer import OutOfMemoryError
 from paceline.learner.train.stopwatch import Stopwatch
 from paceline.learner.train.updating.losses import PolicyLoss
+from paceline.learner.train.updating.update import nominal_counts
 
 log = logging.getLogger(__name__)
 

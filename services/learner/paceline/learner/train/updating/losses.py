@@ -14,7 +14,6 @@ from torch import Tensor
 from paceline.algorithms import kl
 from paceline.algorithms.aggregation import TOKEN_MEAN, aggregate
 from paceline.algorithms.algorithm import LossFunction
-from paceline.algorithms.policy_losses import highest_covariance
 from paceline.algorithms.policy_losses.base import (
     LossInputs,
     log_ratio_and_advantages,
@@ -23,13 +22,9 @@ from paceline.algorithms.policy_losses.base import (
 from paceline.algorithms.statistics import masked_sum
 from paceline.algorithms.value_losses import clipped_value_loss
 from paceline.config.run import RunConfig
-from paceline.config.training.actor import ActorConfig
-from paceline.config.training.policy_losses import CovarianceLoss
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
-from paceline.learner.batch.minibatch import Denominators, MiniBatch
-from paceline.learner.batch.types import MicroBatch, TrainingBatch
-from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.batch.types import Denominators, MicroBatch, TrainingBatch
 from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.algorithm import metric_names
@@ -215,31 +210,3 @@ def _sums(
 
 def _mean_of(table: Tensor, batch: MicroBatch) -> Tensor:
     return masked_sum(table, batch.mask) / batch.mask.sum().clamp(min=1)
-
-
-def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:
-    """Selects a mini-batch's tokens for a covariance loss, a table (B, R) per micro-batch.
-
-    Selects the highest of the mini-batch over all ranks by the old log-probs, so one selection holds for all
-    epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
-    Every rank calls it.
-    """
-    loss = actor.policy_loss
-    if not isinstance(loss, CovarianceLoss):
-        return [None] * len(mini.parts)
-
-    def row(tables: Sequence[Tensor]) -> Tensor:
-        return torch.cat([table.flatten() for table in tables]).unsqueeze(0)
-
-    masks = [part.batch.mask for part in mini.parts]
-    selected = highest_covariance(
-        row([part.log_probs["old"] for part in mini.parts]).double(),
-        row([part.advantages for part in mini.parts]).double(),
-        row(masks),
-        loss.cov_fraction,
-        *loss.covariance_band,
-        all_reduce=ranks.data.all_sum,
-        gather=ranks.data.all_gather,
-    )
-    pieces = torch.split(selected[0], [mask.numel() for mask in masks])
-    return [piece.reshape(mask.shape) for piece, mask in zip(pieces, masks, strict=True)]

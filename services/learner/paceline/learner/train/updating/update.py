@@ -8,24 +8,81 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.algorithms.algorithm import LossFunction
+from paceline.algorithms.policy_losses import highest_covariance
 from paceline.config.run import RunConfig
+from paceline.config.training.actor import ActorConfig
+from paceline.config.training.policy_losses import CovarianceLoss
 from paceline.core.errors import NumericsError
-from paceline.learner.batch.minibatch import Denominators, MiniBatch, nominal_counts
-from paceline.learner.batch.types import TrainingBatch
+from paceline.learner.batch.planning.plan import BatchPlan
+from paceline.learner.batch.types import Denominators, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import ValueNetwork
 from paceline.learner.train.state.ahead import BegunGradient
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.state.memory import MemoryRoom
 from paceline.learner.train.state.optimizer import PartLoss, Scaling, StepOutcome, Trainable
-from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss, select_tokens
+from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
 from paceline.learner.train.updating.update_guard import NetworkGuard, UpdateGuard
 
 FIRST_KL_TOLERANCE = 1e-6
 """On policy the first mini-batch's log-ratio is 0; rounding in float32 may change its mean this much."""
+
+
+def nominal_counts(config: RunConfig) -> Denominators:
+    """Returns the counts to divide by while those of the mini-batch are unknown.
+
+    The number of tokens is a power of two, so that dividing by it rounds nothing.
+    """
+    sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+    most = sequences * config.data.max_response_length
+    return Denominators(num_tokens=1 << (most - 1).bit_length(), num_sequences=sequences)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MiniBatch:
+    """This rank's micro-batches of one optimizer step."""
+
+    parts: tuple[TrainingBatch, ...]
+    denominators: Denominators
+
+
+def cut_mini_batches(
+    config: RunConfig, plan: BatchPlan, batches: Sequence[TrainingBatch], ranks: Ranks
+) -> dict[str, list[MiniBatch]]:
+    """Returns mini-batches of "actor" and "critic"; this rank's micro-batches are in the plan's order."""
+    remaining = iter(batches)
+    chunks = [[next(remaining) for _ in range(chunk.num_micro_batches)] for chunk in plan.chunks]
+    above = config.actor.positive_above
+    counts = [torch.stack([_counts(part, above) for part in chunk]).sum(0) for chunk in chunks]
+    per_chunk = ranks.data.all_sum(torch.stack(counts)).tolist()
+
+    def cut(num_prompts: int) -> list[MiniBatch]:
+        mini_batches = [
+            MiniBatch(
+                parts=tuple(part for index in indices for part in chunks[index]),
+                denominators=Denominators(
+                    num_tokens=sum(per_chunk[index][0] for index in indices),
+                    num_sequences=sum(per_chunk[index][1] for index in indices),
+                    num_positive_tokens=sum(per_chunk[index][2] for index in indices),
+                ),
+            )
+            for indices in plan.mini_batches(num_prompts)
+        ]
+        # Resampling may leave a mini-batch without rows, on all ranks together.
+        return [mini for mini in mini_batches if mini.denominators.num_sequences]
+
+    size = config.actor.ppo_mini_batch_size
+    return {"actor": cut(size), "critic": cut(config.critic.ppo_mini_batch_size or size)}
+
+
+def _counts(part: TrainingBatch, above: float) -> torch.Tensor:
+    """Counts tokens, sequences, and tokens of sequences with a score above the bound."""
+    mask = part.batch.mask
+    return torch.stack([mask.sum(), mask.any(-1).sum(), part.positive_mask(above).sum()])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,6 +195,34 @@ def update_critic(
 
             steps.take(parts, on)
     return report
+
+
+def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:
+    """Selects a mini-batch's tokens for a covariance loss, a table (B, R) per micro-batch.
+
+    Selects the highest of the mini-batch over all ranks by the old log-probs, so one selection holds for all
+    epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
+    Every rank calls it.
+    """
+    loss = actor.policy_loss
+    if not isinstance(loss, CovarianceLoss):
+        return [None] * len(mini.parts)
+
+    def row(tables: Sequence[Tensor]) -> Tensor:
+        return torch.cat([table.flatten() for table in tables]).unsqueeze(0)
+
+    masks = [part.batch.mask for part in mini.parts]
+    selected = highest_covariance(
+        row([part.log_probs["old"] for part in mini.parts]).double(),
+        row([part.advantages for part in mini.parts]).double(),
+        row(masks),
+        loss.cov_fraction,
+        *loss.covariance_band,
+        all_reduce=ranks.data.all_sum,
+        gather=ranks.data.all_gather,
+    )
+    pieces = torch.split(selected[0], [mask.numel() for mask in masks])
+    return [piece.reshape(mask.shape) for piece, mask in zip(pieces, masks, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,0 @@
-"""Estimates advantages from scores, and shapes the batch before and after."""

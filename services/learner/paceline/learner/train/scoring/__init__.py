@@ -1,1 +1,0 @@
-"""Turns the rows' headers into scored micro-batches."""
