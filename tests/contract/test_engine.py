@@ -404,9 +404,12 @@ async def test_a_sample_that_is_broken_off_goes_on_as_the_one_that_was_not(
     await subject.learner.push_seed(engine, 0, next(VERSIONS))
     asked = requests(f"half:{kind}", KINDS[kind])
     unbroken = {r.request_id: s for r, s in zip(asked, await engine.generate(asked), strict=True)}
-    rest = [request for request in asked if len(unbroken[request.request_id].token_ids) > 1]
+    rest = longer = [request for request in asked if len(unbroken[request.request_id].token_ids) > 1]
     seams = 0
-    for _ in range(3):  # broken off again and again
+    # Broken off again and again. How far a round comes depends on the machine, so their number is open.
+    for attempt in range(30):
+        if attempt >= 3 and seams >= 10 and any(request.drawn for request in rest):
+            break
         parts = await broken_off(engine, rest)
         going_on = []
         for request in rest:
@@ -425,9 +428,9 @@ async def test_a_sample_that_is_broken_off_goes_on_as_the_one_that_was_not(
             if end < len(uncut.token_ids):
                 seams += 1
                 going_on.append(replace(request, drawn=uncut.token_ids[:end].tolist()))
-        rest = going_on
-    assert seams >= 10
-    assert rest
+        rest = going_on or longer
+    else:
+        raise AssertionError(f"only {seams} samples were broken off")
     for request, sample in zip(rest, await engine.generate(rest), strict=True):
         uncut = unbroken[request.request_id]
         check_same([sample], [tail(uncut, len(request.drawn))])
