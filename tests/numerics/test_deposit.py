@@ -13,8 +13,7 @@ import torch
 from paceline.broker import names
 from paceline.core.errors import BrokerError
 from paceline.core.training import TrainOrder
-from paceline.learner.batch.deposit import deposit_log_probs
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.blobs import deposit_log_probs, fetch_rows
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.distributed.ranks import Ranks

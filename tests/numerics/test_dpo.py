@@ -137,9 +137,9 @@ def test_the_loss_is_that_of_its_paper_and_falls(
     weights = {name: tensor.clone() for name, tensor in gathered_tensors(network, keep=True)}
     fourth = trainer.step(4, batch)
     want = expected(kind, Oracle(start, weights), Oracle(start), [pairs[index] for index in batch], own)
-    assert (fourth.loss, fourth.margin) == pytest.approx(want, rel=5e-5)
-    assert fourth.loss < told[0].loss
-    assert fourth.margin > told[0].margin
+    assert (fourth["loss"], fourth["margin"]) == pytest.approx(want, rel=5e-5)
+    assert fourth["loss"] < told[0]["loss"]
+    assert fourth["margin"] > told[0]["margin"]
     assert trainer.accuracy(batch) == 1.0
 
 
@@ -148,8 +148,8 @@ def test_the_first_step_has_no_margin(start: Path, ranks: Ranks, tmp_path: Path)
     pairs = read_preferences(config, config.dpo.train_files)[0]
     network = load_policy(start, ranks, Precision(compute=torch.float32))
     progress = DpoTrainer(config, network, ranks, pairs, [[0, 1, 2]]).step(1, [0, 1, 2])
-    assert progress.loss == pytest.approx(math.log(2), abs=1e-6)
-    assert progress.margin == pytest.approx(0, abs=1e-5)
+    assert progress["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert progress["margin"] == pytest.approx(0, abs=1e-5)
 
 
 def test_two_ranks_train_what_one_trains(start: Path, ranks: Ranks, tmp_path: Path) -> None:

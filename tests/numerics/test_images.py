@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLConfig
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
 from paceline.core.samples.images import ImageSpec
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import MicroBatch, PackedRow, TrainingBatch

@@ -19,7 +19,7 @@ from paceline.config.run import RunConfig
 from paceline.core.guard import Adjustments
 from paceline.core.samples.trajectory import Trajectory
 from paceline.core.training import BatchRow, TrainOrder
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.state.learner import Learner

@@ -91,9 +91,9 @@ def test_the_loss_is_that_of_bradley_and_terry_with_margin_and_centring(
     )
     trainer = RmTrainer(config, network, ranks)
     seen = [trainer.step(step, pairs) for step in range(1, 13)]
-    assert seen[0].loss == pytest.approx(np.mean(losses), rel=1e-5)
-    assert seen[-1].loss < seen[0].loss
-    assert (seen[-1].accuracy, trainer.accuracy(pairs)) == (1.0, 1.0)
+    assert seen[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    assert (seen[-1]["accuracy"], trainer.accuracy(pairs)) == (1.0, 1.0)
     assert trainer.accuracy([Comparison(chosen=pairs[0].rejected, rejected=pairs[0].chosen)]) == 0.0
 
 

@@ -76,9 +76,9 @@ def test_the_loss_is_the_answers_mean_negative_log_prob_and_falls(
     network = load_policy(model, ranks, Precision(compute=torch.float32))
     trainer = SftTrainer(config_of(model, tmp_path), network, ranks)
     seen = [trainer.step(step, pairs) for step in range(1, 31)]
-    assert seen[0].loss == pytest.approx(np.mean(losses), rel=1e-5)
-    assert seen[-1].loss < 0.1 * seen[0].loss
-    assert seen[0].lr == pytest.approx(1e-2 * 1 / 2)
+    assert seen[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert seen[-1]["loss"] < 0.1 * seen[0]["loss"]
+    assert seen[0]["lr"] == pytest.approx(1e-2 * 1 / 2)
 
 
 def test_batches_visit_every_pair_once_an_epoch_in_an_order_of_the_seed() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.guard import Adjustments
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.batch.planning.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks

@@ -28,9 +28,9 @@ def steps(ranks: Ranks, file: str) -> dict[str, Any]:
     told = [trainer.step(number, batch) for number, batch in enumerate(batches, 1)]
     weights = {name: tensor.flatten()[:8].tolist() for name, tensor in gathered_tensors(network, keep=True)}
     return {
-        "losses": [progress.loss for progress in told],
-        "grad_norms": [progress.grad_norm for progress in told],
-        "margins": [progress.margin for progress in told],
+        "losses": [progress["loss"] for progress in told],
+        "grad_norms": [progress["grad_norm"] for progress in told],
+        "margins": [progress["margin"] for progress in told],
         "after": trainer.accuracy(range(len(pairs))),
         "weights": [value for _, values in sorted(weights.items()) for value in values],
     }

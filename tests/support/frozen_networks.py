@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.config.run import RunConfig
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.scoring import score

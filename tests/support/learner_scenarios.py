@@ -14,7 +14,7 @@ import torch
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, PeerLostError, VersionMismatchError
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.checkpoint.load import load, roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter

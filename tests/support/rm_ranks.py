@@ -27,9 +27,9 @@ def steps(ranks: Ranks, file: str) -> dict[str, Any]:
     told = [trainer.step(step, pairs[step % 3 :][:5]) for step in range(1, NUM_STEPS + 1)]
     weights = {name: tensor.flatten()[:8].tolist() for name, tensor in gathered_tensors(network, keep=True)}
     return {
-        "losses": [progress.loss for progress in told],
-        "grad_norms": [progress.grad_norm for progress in told],
-        "accuracies": [progress.accuracy for progress in told],
+        "losses": [progress["loss"] for progress in told],
+        "grad_norms": [progress["grad_norm"] for progress in told],
+        "accuracies": [progress["accuracy"] for progress in told],
         "after": trainer.accuracy(pairs),
         "weights": [value for _, values in sorted(weights.items()) for value in values],
     }

@@ -24,7 +24,7 @@ from paceline.core.errors import (
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
-from paceline.learner.batch.fetch import ReplayBound, fetch_rows
+from paceline.learner.batch.blobs import ReplayBound, fetch_rows
 from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import CommandError, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue

@@ -12,6 +12,7 @@ from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.wire.calls.protobuf import policy_tag_from_proto
 from paceline.wire.calls.run_events import run_event_from_proto
+from paceline.wire.records import from_proto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,20 +66,19 @@ class ControllerClient:
         reply = await channels.call(
             self._stub.GetStatus, request, timeout_s=5.0, phase="STATUS", peer=self._peer
         )
-        return RunStatus(
-            run_id=reply.run_id,
-            run_dir=reply.run_dir,
-            total_steps=reply.total_steps,
+        return from_proto(
+            reply,
+            RunStatus,
             now=PhaseEvent(
                 step=reply.step,
                 phase=reply.phase,
                 admitted=reply.trajectories_admitted,
                 wanted=reply.trajectories_wanted,
             ),
-            seconds_in_phase=reply.seconds_in_phase,
-            policy=policy_tag_from_proto(reply.policy) if reply.HasField("policy") else None,
-            members=tuple(_member(member) for member in reply.members),
-            metrics=dict(reply.metrics),
+            policy=_policy_of(reply),
+            members=tuple(
+                from_proto(member, MemberStatus, policy=_policy_of(member)) for member in reply.members
+            ),
         )
 
     async def watch(self, *, from_step: int) -> AsyncIterator[RunEvent]:
@@ -124,13 +124,5 @@ class ControllerClient:
         await channels.call(self._stub.Drain, request, timeout_s=5.0, phase="DRAIN", peer=self._peer)
 
 
-def _member(message: controller_pb2.MemberStatus) -> MemberStatus:
-    return MemberStatus(
-        member_id=message.member_id,
-        state=message.state,
-        policy=policy_tag_from_proto(message.policy) if message.HasField("policy") else None,
-        in_flight=message.in_flight,
-        seconds_since_heartbeat=message.seconds_since_heartbeat,
-        address=message.address,
-        engine=message.engine,
-    )
+def _policy_of(message: controller_pb2.GetStatusResponse | controller_pb2.MemberStatus) -> PolicyTag | None:
+    return policy_tag_from_proto(message.policy) if message.HasField("policy") else None

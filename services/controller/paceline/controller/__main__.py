@@ -25,15 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="port to listen on; default: service.controller_port")
     parser.add_argument("--address-file", type=Path, help="file to write host:port to once listening")
     args = parser.parse_intermixed_args(arguments)
-    options = Options(
-        config=args.config,
-        overrides=tuple(args.overrides),
-        run_dir=args.run_dir.resolve(),
-        host=args.host,
-        advertise=args.advertise,
-        port=args.port,
-        address_file=args.address_file,
-    )
+    given = {**vars(args), "overrides": tuple(args.overrides), "run_dir": args.run_dir.resolve()}
+    options = Options(**given)
     return run_service(lambda context: serve(context, options), name="controller")
 
 

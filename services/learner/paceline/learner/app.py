@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
-import time
-from collections.abc import Callable
 
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.learner.distributed.command_loop import STOP, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment
-from paceline.learner.group import RankRegistration, follow, lead
+from paceline.learner.group import Head, RankRegistration, follow, lead
 from paceline.learner.servicer import LearnerServicer
-from paceline.learner.train.state.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service.addresses import split, to_bind
 from paceline.service.member.bootstrap import MemberSession
@@ -32,47 +28,6 @@ from paceline.service.process import die_with_parent
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
-_END_S = 4.0
-
-
-class _Head:
-    """Passes messages of the training thread on to the event loop."""
-
-    def __init__(
-        self,
-        servicer: LearnerServicer,
-        notify: Callable[[str], None],
-        commands: CommandQueue,
-        settle: Callable[[BaseException | None], None],
-        command_timeout_s: float,
-        tell_to_end: Callable[[], None],
-    ) -> None:
-        self._servicer, self._notify, self._tell_to_end = servicer, notify, tell_to_end
-        self.commands, self._settle = commands, settle
-        self._command_timeout_s = command_timeout_s
-        self._loop = asyncio.get_running_loop()
-
-    def ready(self, learner: Learner) -> None:
-        """Opens the service to the controller's calls."""
-        self._loop.call_soon_threadsafe(self._servicer.ready, learner.version, self._command_timeout_s)
-
-    def notify(self, message: str) -> None:
-        """Logs the message and sends it to the controller."""
-        log.warning("%s", message)
-        self._loop.call_soon_threadsafe(self._notify, message)
-
-    def told_to_end(self) -> None:
-        """Ends the group as soon as the run can do without it."""
-        self._loop.call_soon_threadsafe(self._tell_to_end)
-
-    def lost(self, error: PeerLostError) -> None:
-        """Ends the service with the error; after a grace period, ends the process in any case."""
-        self.commands.close(error)
-        self._loop.call_soon_threadsafe(self._settle, error)
-        time.sleep(_END_S)
-        log.error("fatal: %s", error)
-        logging.shutdown()
-        os._exit(1)
 
 
 class LearnerApp:
@@ -133,7 +88,7 @@ class LearnerApp:
 
         timeout_s = assignment.config.learner.command_timeout_s
         tell = self._session.tell_to_end
-        head = _Head(self._servicer, self._session.notify, self._queue, settle, timeout_s, tell)
+        head = Head(self._servicer.ready, self._session.notify, self._queue, settle, timeout_s, tell)
 
         def work() -> None:
             error: BaseException | None = None

@@ -9,15 +9,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from paceline.core.errors import CheckpointError, IllegalTransitionError, InvalidMessageError
 from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.engines.memory import EngineMemory
-from paceline.learner.batch.deposit import Store, deposit_log_probs
-from paceline.learner.batch.fetch import Blobs, ReplayBound, fetch_rows
+from paceline.learner.batch.blobs import Blobs, ReplayBound, deposit_log_probs, fetch_rows
 from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.checkpoint.load import roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
@@ -64,15 +63,11 @@ class Description:
     version: int
 
 
-class StepBlobs(Blobs, Store, Protocol):
-    """The blobs of a step: trajectories to fetch, and log-probs to store."""
-
-
 class Commands:
     """The handlers of one rank."""
 
     def __init__(
-        self, learner: Learner, blobs: StepBlobs, publisher: WeightPublisher, profiler: StepProfiler
+        self, learner: Learner, blobs: Blobs, publisher: WeightPublisher, profiler: StepProfiler
     ) -> None:
         self._learner, self._blobs, self._publisher, self._profiler = learner, blobs, publisher, profiler
         self._writer = CheckpointWriter(learner)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -44,23 +44,6 @@ class Preference:
     prompt: Int32Array
     chosen: Int32Array
     rejected: Int32Array
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DpoProgress:
-    """The numbers of one optimizer step, measured before it.
-
-    Attributes:
-        accuracy: share of the pairs whose better answer has gained more on the reference than the worse.
-        margin: mean difference of these gains, times beta.
-    """
-
-    step: int
-    loss: float
-    accuracy: float
-    margin: float
-    grad_norm: float
-    lr: float
 
 
 def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[Preference], int]:
@@ -131,23 +114,20 @@ class DpoTrainer:
         self._others: Mapping[tuple[int, int], float] = {}
         self._score_by_reference(batches, held_out)
 
-    def step(self, step: int, indices: Sequence[int]) -> DpoProgress:
-        """Takes one optimizer step on the pairs of these indices; `step` counts from 1.
+    def step(self, step: int, indices: Sequence[int]) -> dict[str, float]:
+        """Takes one optimizer step, counted from 1, on the pairs of these indices; returns its numbers.
+
+        They are measured before it. `accuracy` is the share of the pairs whose better answer has gained more
+        on the reference than the worse; `margin` is the mean difference of these gains, times beta.
 
         Raises:
             NumericsError: too many steps in a row had no finite loss or gradient.
         """
         loss_of = self._loss_of(self._reference_point(indices))
         losses = [partial(self._loss, batch, len(indices), loss_of) for batch in self._batches(indices)]
-        outcome, (loss, num_right, margin) = self.tuner.step(losses, step=step)
-        return DpoProgress(
-            step=step,
-            loss=loss,
-            accuracy=num_right / len(indices),
-            margin=margin / len(indices),
-            grad_norm=outcome.grad_norm,
-            lr=self.tuner.lr(step),
-        )
+        (loss, num_right, margin), numbers = self.tuner.step(losses, step=step)
+        count = len(indices)
+        return {"loss": loss, "accuracy": num_right / count, "margin": margin / count, **numbers}
 
     @torch.no_grad()
     def accuracy(self, indices: Sequence[int]) -> float:
@@ -182,7 +162,7 @@ class DpoTrainer:
         return max(0.0, sum(gains) / len(gains))
 
     def _other_row(self, prompt: int, answer: int) -> PackedRow:
-        return _row(prompt, self._pairs[prompt].prompt, self._pairs[answer].chosen)
+        return pair_training.answer_row(prompt, self._pairs[prompt].prompt, self._pairs[answer].chosen)
 
     @torch.no_grad()
     def _sums(self, rows: Sequence[PackedRow]) -> list[float]:
@@ -195,7 +175,7 @@ class DpoTrainer:
             )
             for place, row in enumerate(rows)
         ]
-        batches = self._cut(lengths, lambda place: [_at(place, rows[place])])
+        batches = self._cut(lengths, lambda place: [replace(rows[place], index=place)])
         sums = torch.zeros(len(rows), dtype=torch.float64, device=self._ranks.device)
         for batch in batches:
             own, _ = self._row_sums(batch)
@@ -287,21 +267,7 @@ def _shifted(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _rows(index: int, pair: Preference) -> list[PackedRow]:
-    return [_row(index, pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
-
-
-def _row(index: int, prompt: Int32Array, answer: Int32Array) -> PackedRow:
-    return PackedRow(
-        index=index,
-        prompt_token_ids=prompt,
-        response_token_ids=answer,
-        response_mask=np.ones(len(answer), np.uint8),
-        response_log_probs=np.zeros(len(answer), np.float32),
-    )
-
-
-def _at(place: int, row: PackedRow) -> PackedRow:
-    return _row(place, row.prompt_token_ids, row.response_token_ids)
+    return [pair_training.answer_row(index, pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
 
 
 def train(config: DpoRunConfig, environment: RankEnvironment) -> None:
@@ -340,11 +306,7 @@ def train(config: DpoRunConfig, environment: RankEnvironment) -> None:
     began = time.monotonic()
 
     def take_step(step: int, indices: list[int]) -> str:
-        progress = trainer.step(step, indices)
-        return (
-            f"loss {progress.loss:.4f} accuracy {progress.accuracy:.3f} margin {progress.margin:.3f} "
-            f"grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e}"
-        )
+        return pair_training.in_words(trainer.step(step, indices))
 
     checkpoints = pair_training.take_steps(
         config, own, trainer.tuner, len(pairs), take_step, name="dpo", ranks=ranks

@@ -6,6 +6,7 @@ others:  wait for rank 0 -> the same -> the same commands, broadcast
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import datetime
@@ -13,10 +14,11 @@ import json
 import logging
 import os
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
@@ -52,6 +54,7 @@ from paceline.storage.places import require_marker
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 120.0
+_END_S = 4.0
 _PROFILING_SILENT_S = 120.0
 _GROUP_KEY = "paceline/group"
 _LOCAL_KEY = "paceline/local"
@@ -89,29 +92,48 @@ class RankRegistration:
         return cls(config=config, checkpoints=tuple(fields.pop("checkpoints")), **fields)
 
 
-class Head(Protocol):
-    """Interface by which rank 0's training thread informs its process."""
+class Head:
+    """Passes messages of rank 0's training thread on to the event loop of its process.
 
-    @property
-    def commands(self) -> CommandQueue:
-        """Where the thread takes its commands from."""
-        ...
+    Attributes:
+        commands: where the thread takes its commands from.
+    """
+
+    def __init__(
+        self,
+        open_service: Callable[[int, float], None],
+        notify: Callable[[str], None],
+        commands: CommandQueue,
+        settle: Callable[[BaseException | None], None],
+        command_timeout_s: float,
+        tell_to_end: Callable[[], None],
+    ) -> None:
+        self._open_service, self._notify, self._tell_to_end = open_service, notify, tell_to_end
+        self.commands, self._settle = commands, settle
+        self._command_timeout_s = command_timeout_s
+        self._loop = asyncio.get_running_loop()
 
     def ready(self, learner: Learner) -> None:
-        """Is called when every rank has loaded its part."""
-        ...
+        """Opens the service to the controller's calls."""
+        self._loop.call_soon_threadsafe(self._open_service, learner.version, self._command_timeout_s)
 
     def notify(self, message: str) -> None:
-        """Shows a message to people."""
-        ...
-
-    def lost(self, error: PeerLostError) -> None:
-        """Ends the process, because a rank is silent and the training thread may wait for it forever."""
-        ...
+        """Logs the message and sends it to the controller."""
+        log.warning("%s", message)
+        self._loop.call_soon_threadsafe(self._notify, message)
 
     def told_to_end(self) -> None:
-        """Ends the group when the run can do without it, because another rank's process was told to end."""
-        ...
+        """Ends the group as soon as the run can do without it."""
+        self._loop.call_soon_threadsafe(self._tell_to_end)
+
+    def lost(self, error: PeerLostError) -> None:
+        """Ends the service with the error; after a grace period, ends the process in any case."""
+        self.commands.close(error)
+        self._loop.call_soon_threadsafe(self._settle, error)
+        time.sleep(_END_S)
+        log.error("fatal: %s", error)
+        logging.shutdown()
+        os._exit(1)
 
 
 def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head) -> None:

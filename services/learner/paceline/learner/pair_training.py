@@ -20,6 +20,7 @@ from paceline.config.services import LearnerConfig
 from paceline.config.training.tuning import PairDataConfig, TuningConfig
 from paceline.config.tuning import TuningRunConfig
 from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
+from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import load_tokenizer
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.arithmetic import RowLength
@@ -50,7 +51,7 @@ from paceline.learner.model.lora import is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.model.self_test import check_model
 from paceline.learner.train.state.learner import DTYPES
-from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Schedule, StepOutcome, Trainable
+from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Schedule, Trainable
 from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 
@@ -158,10 +159,6 @@ class Tuner(Generic[N]):
         self._trainable.optimizer.make_averages()
         self._num_skipped = 0
 
-    def lr(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 1."""
-        return self._trainable.schedule.at(step)
-
     def state(self) -> State:
         """Returns the state of network and optimizer."""
         return state_of_trainable("network", self._trainable)
@@ -175,8 +172,8 @@ class Tuner(Generic[N]):
         """Returns the numbers needed to continue a training, in addition to its state."""
         return {"num_skipped": self._num_skipped}
 
-    def step(self, losses: Sequence[PartLoss], *, step: int) -> tuple[StepOutcome, list[float]]:
-        """Takes one optimizer step; returns its outcome and the sums over ranks.
+    def step(self, losses: Sequence[PartLoss], *, step: int) -> tuple[list[float], dict[str, float]]:
+        """Takes an optimizer step, counted from 1; returns the sums over ranks, grad_norm and lr.
 
         Raises:
             NumericsError: too many steps in a row had no finite loss or gradient.
@@ -185,7 +182,24 @@ class Tuner(Generic[N]):
         self._num_skipped = 0 if outcome.taken else self._num_skipped + 1
         if self._num_skipped >= _MAX_SKIPPED:
             raise NumericsError(f"{_MAX_SKIPPED} steps in a row: {outcome.skip_reason}; lower the rate (lr)")
-        return outcome, sums.tolist()
+        return sums.tolist(), {"grad_norm": outcome.grad_norm, "lr": self._trainable.schedule.at(step)}
+
+
+def in_words(progress: Mapping[str, float]) -> str:
+    """Returns the numbers of a step as one line."""
+    forms = {"loss": ".4f", "lr": ".2e"}
+    return " ".join(f"{name} {value:{forms.get(name, '.3f')}}" for name, value in progress.items())
+
+
+def answer_row(index: int, prompt: Int32Array, answer: Int32Array) -> PackedRow:
+    """Makes the row of an answer whose tokens all count."""
+    return PackedRow(
+        index=index,
+        prompt_token_ids=prompt,
+        response_token_ids=answer,
+        response_mask=np.ones(len(answer), np.uint8),
+        response_log_probs=np.zeros(len(answer), np.float32),
+    )
 
 
 def take_steps(

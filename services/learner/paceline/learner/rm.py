@@ -45,17 +45,6 @@ class Comparison:
     margin: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RmProgress:
-    """One optimizer step; mean `loss` and `accuracy` (share of pairs ordered correctly) precede it."""
-
-    step: int
-    loss: float
-    accuracy: float
-    grad_norm: float
-    lr: float
-
-
 def read_comparisons(config: RmRunConfig, files: Sequence[str]) -> tuple[list[Comparison], int]:
     """Returns all pairs that fit the length limits, and the number of the others.
 
@@ -102,21 +91,17 @@ class RmTrainer:
         self._config, self._network, self._ranks = config, network, ranks
         self.tuner = pair_training.Tuner(config.rm, network, ranks)
 
-    def step(self, step: int, pairs: Sequence[Comparison]) -> RmProgress:
-        """Takes one optimizer step; `step` counts from 1.
+    def step(self, step: int, pairs: Sequence[Comparison]) -> dict[str, float]:
+        """Takes one optimizer step, counted from 1; returns its numbers, measured before it.
+
+        `accuracy` is the share of pairs that are ordered correctly.
 
         Raises:
             NumericsError: too many steps in a row had no finite loss or gradient.
         """
         losses = [partial(self._loss, batch, pairs) for batch in self._batches(pairs)]
-        outcome, (loss, num_right) = self.tuner.step(losses, step=step)
-        return RmProgress(
-            step=step,
-            loss=loss,
-            accuracy=num_right / len(pairs),
-            grad_norm=outcome.grad_norm,
-            lr=self.tuner.lr(step),
-        )
+        (loss, num_right), numbers = self.tuner.step(losses, step=step)
+        return {"loss": loss, "accuracy": num_right / len(pairs), **numbers}
 
     @torch.no_grad()
     def accuracy(self, pairs: Sequence[Comparison]) -> float:
@@ -168,13 +153,7 @@ class RmTrainer:
 def _rows(index: int, pair: Comparison) -> list[PackedRow]:
     """Makes both conversations prompts with a dummy answer, which is preceded by their last token's value."""
     return [
-        PackedRow(
-            index=index,
-            prompt_token_ids=tokens,
-            response_token_ids=np.zeros(1, np.int32),
-            response_mask=np.ones(1, np.uint8),
-            response_log_probs=np.zeros(1, np.float32),
-        )
+        pair_training.answer_row(index, tokens, np.zeros(1, np.int32))
         for tokens in (pair.chosen, pair.rejected)
     ]
 
@@ -210,11 +189,7 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
     began = time.monotonic()
 
     def take_step(step: int, indices: list[int]) -> str:
-        progress = trainer.step(step, [pairs[index] for index in indices])
-        return (
-            f"loss {progress.loss:.4f} accuracy {progress.accuracy:.3f} "
-            f"grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e}"
-        )
+        return pair_training.in_words(trainer.step(step, [pairs[index] for index in indices]))
 
     checkpoints = pair_training.take_steps(
         config, rm, trainer.tuner, len(pairs), take_step, name="rm", ranks=ranks

@@ -23,7 +23,7 @@ from paceline.data.prompts import encode_prompt
 from paceline.data.rows import read_rows
 from paceline.learner import pair_training
 from paceline.learner.batch.planning.arithmetic import RowLength
-from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy
@@ -42,16 +42,6 @@ class Pair:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and answer together."""
         return len(self.prompt) + len(self.answer)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SftProgress:
-    """One optimizer step; `loss` is the mean negative log-prob per answer token before it."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
 
 
 def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], int]:
@@ -96,15 +86,17 @@ class SftTrainer:
         self._config, self._network, self._ranks = config, network, ranks
         self.tuner = pair_training.Tuner(config.sft, network, ranks)
 
-    def step(self, step: int, pairs: Sequence[Pair]) -> SftProgress:
-        """Takes one optimizer step; `step` counts from 1.
+    def step(self, step: int, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Takes one optimizer step, counted from 1; returns its numbers, measured before it.
+
+        `loss` is the mean negative log-prob per answer token.
 
         Raises:
             NumericsError: too many steps in a row had no finite loss or gradient.
         """
         losses = [partial(self._loss, batch, _num_answer_tokens(pairs)) for batch in self._batches(pairs)]
-        outcome, sums = self.tuner.step(losses, step=step)
-        return SftProgress(step=step, loss=sums[0], grad_norm=outcome.grad_norm, lr=self.tuner.lr(step))
+        (loss,), numbers = self.tuner.step(losses, step=step)
+        return {"loss": loss, **numbers}
 
     @torch.no_grad()
     def loss(self, pairs: Sequence[Pair]) -> float:
@@ -123,7 +115,7 @@ class SftTrainer:
         ]
         return pair_training.cut(
             lengths,
-            lambda index: [_row(index, pairs[index])],
+            lambda index: [pair_training.answer_row(index, pairs[index].prompt, pairs[index].answer)],
             network=self._network,
             token_budget=self._config.sft.max_token_len_per_gpu,
             ranks=self._ranks,
@@ -174,10 +166,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         progress = trainer.step(step, batch)
         num_tokens += sum(pair.num_tokens for pair in batch)
         rate = num_tokens / (time.monotonic() - began)
-        return (
-            f"loss {progress.loss:.4f} grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e} "
-            f"{rate:,.0f} tokens/s"
-        )
+        return f"{pair_training.in_words(progress)} {rate:,.0f} tokens/s"
 
     checkpoints = pair_training.take_steps(
         config, config.sft, trainer.tuner, len(pairs), take_step, name="sft", ranks=ranks
@@ -188,17 +177,6 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     checkpoints.remove()
     pair_training.say(ranks, f"sft: wrote {config.sft.output} after {time.monotonic() - began:.1f} s")
     leave_group()
-
-
-def _row(index: int, pair: Pair) -> PackedRow:
-    count = len(pair.answer)
-    return PackedRow(
-        index=index,
-        prompt_token_ids=pair.prompt,
-        response_token_ids=pair.answer,
-        response_mask=np.ones(count, np.uint8),
-        response_log_probs=np.zeros(count, np.float32),
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

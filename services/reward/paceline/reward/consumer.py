@@ -22,7 +22,13 @@ from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
 from paceline.core.errors import GIVEN_ERRORS, InvalidMessageError, RewardError, RewardErrorKind
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
-from paceline.core.samples.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
+from paceline.core.samples.trajectory import (
+    SampleHeader,
+    ScoredHeader,
+    Trajectory,
+    TrajectoryHeader,
+    sampled_spans,
+)
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
 from paceline.data.prompts import Decoder
@@ -40,6 +46,7 @@ from paceline.wire import (
     encode_scored_header,
     refusal_of,
 )
+from paceline.wire.records import values_of
 
 _log = logging.getLogger(__name__)
 
@@ -330,17 +337,7 @@ class Consumer:
     ) -> ScoredHeader:
         error = None if score.error is None else (score.error[0].value, score.error[1])
         return ScoredHeader(
-            run_id=header.run_id,
-            trajectory_id=header.trajectory_id,
-            policy=header.policy,
-            ranges=header.ranges,
-            blob_key=header.blob_key,
-            blob_digest=header.blob_digest,
-            num_prompt_tokens=header.num_prompt_tokens,
-            num_response_tokens=header.num_response_tokens,
-            num_sampled_tokens=header.num_sampled_tokens,
-            finish_reason=header.finish_reason,
-            server_id=header.server_id,
+            **values_of(header, of=SampleHeader),
             generation_s=header.seconds,
             reward=score.reward,
             components=score.components,
@@ -348,8 +345,6 @@ class Consumer:
             scorer=self._options.member_id,
             reward_s=seconds,
             text_key=text_key,
-            episode=header.episode,
-            num_patches=header.num_patches,
             normalized=score.normalized,
         )
 

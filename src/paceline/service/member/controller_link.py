@@ -34,6 +34,7 @@ from paceline.service.observability.usage import UsageSampler
 from paceline.service.process import STARTED_AS
 from paceline.wire.calls.members import member_kind_to_proto, usage_to_proto
 from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
+from paceline.wire.records import from_proto
 
 log = logging.getLogger(__name__)
 
@@ -338,18 +339,13 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
         tree = json.loads(answer.config_json)
     except ValueError as error:
         raise ProtocolError(f"the controller sent a configuration that is not JSON: {error}") from error
-    return Registration(
-        run_id=answer.run_id,
+    return from_proto(
+        answer,
+        Registration,
         run_dir=Path(answer.run_dir),
         config=parse(RunConfig, tree, origin="the controller's configuration"),
-        broker_url=answer.broker_url,
         heartbeat_s=answer.heartbeat_s or 1.0,
-        term=answer.term,
         policy=policy_tag_from_proto(answer.policy) if answer.HasField("policy") else None,
-        checkpoints=tuple(answer.checkpoints),
-        checkpoint_root=answer.checkpoint_root,
-        checkpoint_marker=answer.checkpoint_marker,
-        hold=answer.hold,
     )
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.config is not None:
             _take_from(args.config, args)
-        options = _options(args)
+        options = ModelOptions(**{option.name: getattr(args, option.name) for option in fields(ModelOptions)})
         with or_end(args.load_timeout):
             loaded: Callable[[list[ScoreItem]], list[Any]] = _ENGINES[args.engine][args.kind](options)
         model, version = Bounded(loaded, args.timeout), _version(options)
@@ -67,20 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"fatal: {error}", file=sys.stderr)
         return exit_code(error)
     return 0
-
-
-def _options(args: argparse.Namespace) -> ModelOptions:
-    return ModelOptions(
-        path=args.path,
-        device=args.device,
-        dtype=args.dtype,
-        max_batch_tokens=args.max_batch_tokens,
-        step_separator=args.step_separator,
-        prompt_file=args.prompt_file or "",
-        pattern=args.pattern,
-        words=args.words,
-        max_tokens=args.max_tokens,
-    )
 
 
 def _version(options: ModelOptions) -> str:
@@ -125,7 +112,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", default="transformers", choices=_ENGINES, help="default: %(default)s")
     parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
-    parser.add_argument("--prompt-file", metavar="FILE", help="generative: its prompt, with {response}")
+    parser.add_argument(
+        "--prompt-file", default="", metavar="FILE", help="generative: its prompt, with {response}"
+    )
     parser.add_argument(
         "--pattern", default=NUMBER, help="generative: finds the grade (default: %(default)s)"
     )
@@ -173,7 +162,7 @@ def _refuse_what_clashes(parser: argparse.ArgumentParser, args: argparse.Namespa
     """Ends the process with a sentence about options that do not go together."""
     if (args.path is None) is (args.config is None):
         parser.error("give either the path of a model or --config")
-    if args.config is None and (args.kind == "generative") is (args.prompt_file is None):
+    if args.config is None and (args.kind == "generative") is (not args.prompt_file):
         parser.error("--kind generative and --prompt-file go together")
     kinds = _ENGINES[args.engine]
     if args.kind not in kinds:
@@ -198,7 +187,7 @@ def _take_from(file: str, args: argparse.Namespace) -> None:
     args.path, args.kind, args.engine = model.path, model.kind, model.engine
     args.step_separator = model.step_separator
     args.prompt_file, args.pattern, args.words, args.max_tokens = (
-        model.prompt_file,
+        model.prompt_file or "",
         model.pattern,
         model.words,
         model.max_tokens,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from paceline.core.scoring import ScoreItem
-from paceline.reward.scoring.scorer import Scorer
+from paceline.reward.scoring.scorer import Scorer, ScorerAround
 from paceline.reward.scoring.scores import Score
 
 
@@ -24,7 +24,7 @@ class Versioned(Protocol):
         ...
 
 
-class Cached:
+class Cached(ScorerAround):
     """A `Scorer` that asks another one only about items whose score it does not have. Errors are not cached.
 
     Items are equal if response, prompt and row are. A scorer outside this process may be replaced, so its
@@ -37,21 +37,9 @@ class Cached:
     """
 
     def __init__(self, scorer: Scorer, size: int) -> None:
-        self.scorer, self._size = scorer, size
+        super().__init__(scorer)
+        self._size = size
         self._scores: OrderedDict[bytes, Score] = OrderedDict()
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the names of the scorer's components."""
-        return self.scorer.names
-
-    async def start(self) -> None:
-        """Starts the scorer behind the cache."""
-        await self.scorer.start()
-
-    async def close(self) -> None:
-        """Closes the scorer behind the cache."""
-        await self.scorer.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """Returns one score per item, in the order of the items; asks once about equal items of a call.

@@ -7,39 +7,26 @@ from dataclasses import replace
 
 from paceline.core.scoring import ScoreItem
 from paceline.reward.scoring.cached import Cached
-from paceline.reward.scoring.scorer import Scorer
+from paceline.reward.scoring.scorer import Scorer, ScorerAround
 from paceline.reward.scoring.scores import Score
 from paceline.reward.scoring.shape import Shape
 
 
-class Shaped:
+class Shaped(ScorerAround):
     """A `Scorer` that gives another one only its items, and counts an error as 0 if it is not required.
 
     `num_unscored` is the number of items that wait for a score.
     """
 
     def __init__(self, scorer: Scorer, shape: Shape) -> None:
+        super().__init__(Cached(scorer, shape.cache_size) if shape.cache_size else scorer)
         self.inner, self._shape = scorer, shape
         self.num_unscored = 0
-        self.scorer = Cached(scorer, shape.cache_size) if shape.cache_size else scorer
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the names of the scorer's components."""
-        return self.scorer.names
 
     @property
     def queue_name(self) -> str:
         """Returns the name of its queue."""
         return self.names[0]
-
-    async def start(self) -> None:
-        """Starts the scorer whose scores are shaped."""
-        await self.scorer.start()
-
-    async def close(self) -> None:
-        """Closes the scorer whose scores are shaped."""
-        await self.scorer.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """Returns one score per item, in the order of the items; 0 without components for other items.

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.samples.chat import Message
-from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.trajectory import FinishReason, PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Sample, SampleRequest
@@ -173,20 +172,10 @@ class _Episode:
         return between
 
     async def _close(self, recorder: Recorder) -> Draw:
-        standing = self._standing
         with self._slot.paused():
-            grade = await self._session.close(standing.stop_reason)
+            grade = await self._session.close(self._standing.stop_reason)
         self._move(states.Closed())
-        return recorder.draw(
-            EpisodeOutcome(
-                stop_reason=standing.stop_reason,
-                num_turns=standing.num_turns,
-                num_tool_calls=standing.num_tool_calls,
-                tool_s=standing.tool_s,
-                reward=grade.reward,
-                components=grade.components,
-            )
-        )
+        return recorder.draw(self._standing.outcome(grade.reward, grade.components))
 
     def _request(self, recorder: Recorder, turn: int) -> SampleRequest:
         group = self._group

@@ -11,10 +11,12 @@ begins again from OPENING.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config.rollout import RolloutConfig
 from paceline.core.errors import ProtocolError
+from paceline.core.samples.episode import EpisodeOutcome
 
 
 class EpisodePhase(enum.Enum):
@@ -70,6 +72,17 @@ class EpisodeProgress:
             limits.max_turn_tokens,
             limits.max_sampled_tokens - self.num_sampled,
             limits.max_response_tokens - self.num_response,
+        )
+
+    def outcome(self, reward: float | None, components: Mapping[str, float]) -> EpisodeOutcome:
+        """Returns the record of the episode with its grade."""
+        return EpisodeOutcome(
+            stop_reason=self.stop_reason,
+            num_turns=self.num_turns,
+            num_tool_calls=self.num_tool_calls,
+            tool_s=self.tool_s,
+            reward=reward,
+            components=components,
         )
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 
 from paceline.core.samples.chat import Message
-from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE, EpisodeOutcome
+from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE
 from paceline.core.samples.trajectory import FinishReason, PromptGroup
 from paceline.core.text import one_line
 from paceline.rollout.engines.base import Sample, SampleRequest
@@ -102,20 +102,11 @@ class _Episode:
         if self._standing.phase is not EpisodePhase.CLOSING:
             reason = running.result() or FINISHED
             self._move(states.Observed(seconds=self._idle_s(), stop_reason=reason))
-        standing = self._standing
-        grade = await self._session.close(standing.stop_reason)
+        grade = await self._session.close(self._standing.stop_reason)
         self._move(states.Closed())
         ignored = {IGNORED: float(len(self._ignored))} if self._ignored else {}
-        return self._conversation.draw(
-            EpisodeOutcome(
-                stop_reason=standing.stop_reason,
-                num_turns=standing.num_turns,
-                num_tool_calls=standing.num_tool_calls,
-                tool_s=standing.tool_s,
-                reward=grade.reward,
-                components={**grade.components, **ignored},
-            )
-        )
+        outcome = self._standing.outcome(grade.reward, {**grade.components, **ignored})
+        return self._conversation.draw(outcome)
 
     async def _answer(self, pending: PendingRequest) -> None:
         """Answers a question, or refuses it; a question that is asked again gets the first answer."""

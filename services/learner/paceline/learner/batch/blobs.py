@@ -1,23 +1,26 @@
-"""Fetches a rank's rows of a step, decodes them and checks that the step may train on them."""
+"""Fetches a rank's rows of a step and checks that it may train on them; stores its log-probs beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from paceline.broker import names
-from paceline.core.errors import DataError, LostDataError, VersionMismatchError
+from paceline.core.errors import BrokerError, DataError, LostDataError, VersionMismatchError
 from paceline.core.ids import NEVER_TRAINED
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.images import ImageSpec
-from paceline.core.samples.trajectory import Trajectory
+from paceline.core.samples.trajectory import Float32Array, Trajectory
 from paceline.core.training import BatchRow
 from paceline.learner.batch.images import find_images
-from paceline.learner.batch.types import PackedRow
-from paceline.wire import blob_digest, decode_trajectory, unpack_pixels
+from paceline.learner.batch.types import PackedRow, ScoredBatch
+from paceline.wire import blob_digest, decode_trajectory, encode_log_probs, unpack_pixels
+
+log = logging.getLogger(__name__)
 
 
 class ReplayBound(NamedTuple):
@@ -28,10 +31,14 @@ class ReplayBound(NamedTuple):
 
 
 class Blobs(Protocol):
-    """Stores trajectories by key, as `paceline.broker.redis.redis_blobs.BlobClient` does."""
+    """Stores bytes by key, as `paceline.broker.redis.redis_blobs.BlobClient` does."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the values in the order of the keys."""
+        ...
+
+    def put(self, blobs: Mapping[str, bytes]) -> None:
+        """Stores blobs under their keys."""
         ...
 
 
@@ -185,3 +192,28 @@ def _check_row(trajectory: Trajectory, row: BatchRow) -> None:
             f"trajectory {name} has {num_sampled} tokens that the policy sampled, its header says "
             f"{row.num_sampled_tokens}; at least one is needed to learn from"
         )
+
+
+def deposit_log_probs(blobs: Blobs, rows: Sequence[BatchRow], scored: Sequence[ScoredBatch]) -> None:
+    """Stores this rank's log-probs, computed with the weights before the update.
+
+    They are for people to look at, so a step does not fail without them.
+    """
+    log_probs_of = {
+        names.learner_log_probs(rows[index].blob_key): encode_log_probs(log_probs)
+        for index, log_probs in _of_rows(scored)
+    }
+    try:
+        blobs.put(log_probs_of)
+    except BrokerError as error:
+        log.warning("the saved trajectories will lack the learner's log-probs: %s", error)
+
+
+def _of_rows(scored: Sequence[ScoredBatch]) -> Iterator[tuple[int, Float32Array]]:
+    """Yields each row's place in the batch and a log-prob per response token, 0 if it was not sampled."""
+    for part in scored:
+        if not part.batch.rows or "old" not in part.log_probs:
+            continue
+        table = part.log_probs["old"].float().where(part.batch.mask, 0.0).cpu().numpy()
+        for source, log_probs in zip(part.batch.sources, table, strict=True):
+            yield source.index, np.asarray(log_probs[: len(source.response_token_ids)], np.float32)
