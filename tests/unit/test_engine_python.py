@@ -103,7 +103,7 @@ def test_another_version_of_paceline_is_named(
     ("python", "words"),
     [
         ("/no/such/python", "does not start"),
-        ("/bin/false", r"no Python interpreter that works \(exit code 1\)"),
+        ("/bin/false", r"not a working Python interpreter \(exit code 1\)"),
     ],
 )
 def test_what_is_no_interpreter_is_named(python: str, words: str) -> None:

@@ -155,7 +155,7 @@ def test_offline_without_a_copy_says_what_to_do(hub: StandInHub, monkeypatch: py
     hub.put("acme/tiny", MODEL)
     local_model(ModelConfig(path="acme/tiny"), "controller")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="acme/other is no folder or file here.*--offline.*start once"):
+    with pytest.raises(ModelError, match="acme/other is not a folder or file here.*--offline.*start once"):
         local_model(ModelConfig(path="acme/other"), "controller")
     with pytest.raises(ModelError, match=r"is not in huggingface_hub's cache, or only in part"):
         local_model(ModelConfig(path="acme/tiny"), "learner")  # the cache has no weights
@@ -288,7 +288,7 @@ def test_the_option_offline_reaches_the_hub_s_library(
         [sys.executable, "-m", "paceline.cli.main", *words.split()],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert f"{name} is no folder or file here" in done.stderr
+    assert f"{name} is not a folder or file here" in done.stderr
     assert "--offline" in done.stderr
     assert hub.requests == []
 
@@ -341,7 +341,7 @@ def test_an_export_is_pushed_with_a_card_and_can_be_trained_from(
 @pytest.mark.parametrize(
     ("name", "token", "sentence"),
     [
-        ("sums", "writer", "'sums' is no name of a model on the hub; give ORG/NAME"),
+        ("sums", "writer", "'sums' is not the name of a model on the hub; give ORG/NAME"),
         ("ann/sums@main", "writer", "'ann/sums@main' is no name of a model"),
         ("ann/sums", "reader", r"did not take ann/sums \(HTTP 401\); set HF_TOKEN to a token that may write"),
     ],

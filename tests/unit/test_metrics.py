@@ -150,7 +150,7 @@ def test_the_environment_overrides_the_port(monkeypatch: pytest.MonkeyPatch) -> 
     assert prometheus.wanted_port(0) == 9999
     for wrong in ("abc", "-1", "70000"):
         monkeypatch.setenv(prometheus.PORT, wrong)
-        with pytest.raises(ConfigError, match=f"{prometheus.PORT}={wrong} is no port"):
+        with pytest.raises(ConfigError, match=f"{prometheus.PORT}={wrong} is not a port"):
             prometheus.wanted_port(0)
 
 

@@ -87,7 +87,7 @@ def test_trls_form_gets_the_samples_of_a_prompt() -> None:
 def test_what_is_missing_is_named() -> None:
     ((_, _, error), _) = scored("needs_a_column", ITEM, SIBLING, group=True)
     assert "needs the column solution, which the row does not have: add it to data.extra_keys" in error
-    with pytest.raises(ConfigError, match="has TRL's form.*say group: true"):
+    with pytest.raises(ConfigError, match="has TRL's form.*set group: true"):
         inspect_function("f", ranks)
     with pytest.raises(ConfigError, match="no argument 'length'; it has completions"):
         inspect_group_function("f", ranks).check_arguments({"length": 3})

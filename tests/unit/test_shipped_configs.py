@@ -58,9 +58,9 @@ MINIMAL = {
             "actor.ppo_mini_batch_size=24",
             "actor.ppo_mini_batch_size=24 must divide data.train_batch_size=64, as 8 does",
         ),
-        ("reward.functions=[gsm8k]", "reward.functions.0='gsm8k': must be a section, say {name: gsm8k}"),
-        ("actor.optim=1e-6", "actor.optim=1e-06: must be a section, say {lr: ...}"),
-        ("trainer.loggers=wandb", "trainer.loggers='wandb': must be a list, say [wandb]"),
+        ("reward.functions=[gsm8k]", "reward.functions.0='gsm8k': must be a section, such as {name: gsm8k}"),
+        ("actor.optim=1e-6", "actor.optim=1e-06: must be a section, such as {lr: ...}"),
+        ("trainer.loggers=wandb", "trainer.loggers='wandb': must be a list, such as [wandb]"),
         ("reward.functions=[]", "no scorer: name at least one"),
         (
             "rollout.n=8192",

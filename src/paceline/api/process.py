@@ -108,7 +108,7 @@ class TrainProcess:
                 self.interrupt()
 
     def check(self, *, may_stop: bool) -> None:
-        """Raises the error with which the run ended; with `may_stop`, an interrupt is no error.
+        """Raises the error with which the run ended; with `may_stop`, an interrupt is not an error.
 
         Raises:
             ConfigError: the run cannot be started, or it is finished.

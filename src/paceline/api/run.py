@@ -52,7 +52,7 @@ def load_run(run: str | Path | None = None) -> LoadedRun:
     """Reads a run that has ended or is going on.
 
     Args:
-        run: its directory, or its name under runs/; None for the latest one.
+        run: the run's directory, or its name under runs/; None for the latest one.
 
     Raises:
         ConfigError: there is no such run.

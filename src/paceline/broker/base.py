@@ -2,7 +2,7 @@
 
 A stream is a mailbox. An entry is delivered to one consumer of a group at a time and stays that consumer's
 until it is acknowledged. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at
-least once, and readers must drop repeated messages by the messages' own ids. Blobs are plain values beside
+least once, and readers must drop repeated messages by the messages' own ids. Blobs are plain values outside
 the streams.
 
 A stream can also be read as a log: by position, without taking entries from other readers.

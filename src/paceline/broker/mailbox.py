@@ -182,7 +182,10 @@ class Mailbox:
             if lost:
                 telemetry.count(metrics.LEASES_LOST, len(lost), mailbox=mailbox(self._stream))
                 log.warning(
-                    "%s: %d entries of %s have gone to another", self._stream, len(lost), self._consumer
+                    "%s: %d entries of %s have gone to another consumer",
+                    self._stream,
+                    len(lost),
+                    self._consumer,
                 )
 
     def _count(self, entries: Sequence[Entry]) -> None:

@@ -50,14 +50,14 @@ def require_engine(python: str, facts: EngineFacts) -> None:
     except subprocess.TimeoutExpired:
         raise EnvironmentLackError(
             f"rollout.python={python} gave no answer within {_LIMIT_S:.0f} s: the machine is too busy, or it "
-            "is no Python interpreter"
+            "is not a Python interpreter"
         ) from None
     try:
         answer = json.loads(done.stdout)
     except ValueError:
         said = done.stderr.strip().rpartition("\n")[2]
         raise EnvironmentLackError(
-            f"rollout.python={python} is no Python interpreter that works (exit code {done.returncode}): "
+            f"rollout.python={python} is not a working Python interpreter (exit code {done.returncode}): "
             f"{said}"
         ) from None
     if answer["lacking"]:

@@ -72,7 +72,7 @@ def _packages() -> Iterable[Finding]:
                 part=package,
                 state=str(packages.version(package)),
                 status=Status.NOTE,
-                hint=f"breaks transformers beside a CPU torch: pip uninstall {package}",
+                hint=f"breaks transformers with a CPU torch: pip uninstall {package}",
             )
 
 
@@ -147,7 +147,7 @@ def _gpus() -> Iterable[Finding]:
         builds = [_build(name) for name in ("torch", *engines) if packages.version(name)]
         yield Finding(
             part="builds",
-            state=f"{', '.join(builds)}: for CPUs, beside GPUs",
+            state=f"{', '.join(builds)}: for CPUs, although there are GPUs",
             status=Status.LACKING,
             hint="rm -r .venv, then make venv-cuda",
         )

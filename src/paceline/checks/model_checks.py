@@ -1,4 +1,4 @@
-"""Checks the model, its tokenizer and the frozen networks beside it."""
+"""Checks the model, its tokenizer and the frozen networks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _holds_weights(folder: str) -> bool:
 def model_line(config: RunConfig) -> str:
     """Reads config.json; states the architecture and the longest sequence."""
     tree = model_config(config)
-    text = tree | (tree.get("text_config") or {})  # beside a vision tower
+    text = tree | (tree.get("text_config") or {})  # if there is a vision tower
     longest = text.get("max_position_embeddings")
     if isinstance(longest, int) and config.engine_model_len > longest:
         of_set = config.longest_response > config.data.max_response_length
@@ -114,7 +114,7 @@ def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
 
 
 def check_critic_of_images(config: RunConfig) -> None:
-    """Checks that a critic with a folder of its own can take images."""
+    """Checks that a critic with a separate folder can take images."""
     folder = config.critic.path
     if config.data.image_key is None or "critic" not in config.needs or not folder or is_named(folder):
         return
@@ -147,7 +147,7 @@ def networks_line(config: RunConfig) -> str:
         if not here and config.model.load_format == "auto" and not _holds_weights(network.path):
             raise ModelError(
                 f"algorithm.networks.{name}.path={network.path} has no weights (*.safetensors); name the "
-                "folder of a model, say one that `paceline export` wrote"
+                "folder of a model, such as one that `paceline export` wrote"
             )
     return check_frozen_networks(with_local_models(config)) if config.algorithm.networks else "none"
 

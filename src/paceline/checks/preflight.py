@@ -30,7 +30,7 @@ CHECKS: Sequence[PreflightCheck] = (
     *rollout_checks.CHECKS,
     *training_checks.CHECKS,
 )
-"""The checks of all modules; those that need the machine come after those that need nothing."""
+"""The checks of all modules; checks that need the machine come after those that need nothing."""
 
 
 def quick_check(config: RunConfig, *, here: bool = True) -> None:

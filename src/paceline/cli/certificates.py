@@ -86,7 +86,7 @@ class Authority:
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise EnvironmentLackError(
-                f"{folder / CA_KEY_FILE} is no elliptic-curve key: make a new authority"
+                f"{folder / CA_KEY_FILE} is not an elliptic-curve key: make a new authority"
             )
         certificate = _of_key(key, trusted)
         if certificate is None:
@@ -140,12 +140,12 @@ class Authority:
         Args:
             folder: folder of the process; only this user can read the key.
             name: common name of the subject.
-            role: what Paceline's clients check, so that a server may run anywhere. A host has all roles.
+            role: checked by Paceline's clients, so that a server may run anywhere. A host has all roles.
             hosts: further names and addresses, for clients that check those (Redis clients, for example).
             days: how long the certificate is valid, at most as long as the authority.
 
         Raises:
-            ConfigError: a host is no valid name or address, or a folder cannot be written.
+            ConfigError: a host is not a valid name or address, or a folder cannot be written.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
@@ -209,7 +209,7 @@ def renew(
     authority, said = Authority.of_today(folder), []
     if len(authority.trusted) > 1:
         last = max(each.not_valid_after_utc for each in authority.trusted)
-        said.append(f"{folder}: the next authority is trusted beside this one, until {last:%F %R} UTC")
+        said.append(f"{folder}: the next authority is trusted besides this one, until {last:%F %R} UTC")
     for name in dict.fromkeys(names):
         hosts = redis_hosts if name == "redis" else ()
         if is_fresh(authority, folder / name, hosts):
@@ -240,7 +240,7 @@ def role_of(name: str) -> str:
     """
     role = name.partition("-")[0]
     if role not in ROLES:
-        raise ConfigError(f"{name!r} does not begin with a role: say --role, one of {', '.join(ROLES)}")
+        raise ConfigError(f"{name!r} does not begin with a role: give --role, one of {', '.join(ROLES)}")
     return role
 
 

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else "; `paceline --help` lists them"
-        parser.error(f"{words[0]} is no command{meant}")
+        parser.error(f"{words[0]} is not a command{meant}")
     if not words:
         parser.print_help(sys.stderr)
         return EXIT_GIVEN

@@ -164,7 +164,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"override {override!r} must look like dotted.key=value, say trainer.total_steps=10"
+            f"override {override!r} must look like dotted.key=value, such as trainer.total_steps=10"
         )
     try:
         value = yaml.safe_load(text) if text else None
@@ -191,7 +191,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 def _index(node: list[Any], word: str, override: str) -> int:
     if not word.isdigit() or int(word) >= len(node):
-        raise ConfigError(f"override {override!r}: {word!r} is no index of a list of {len(node)}")
+        raise ConfigError(f"override {override!r}: {word!r} is not an index into a list of {len(node)}")
     return int(word)
 
 
@@ -211,14 +211,14 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
     if fault["type"] == "missing":
         return f"{where} is required; add it"
     if fault["type"] == "union_tag_not_found":
-        return f"{where} lacks its type; add type: NAME, say {where}={{type: {_types(kind, path)[0]}}}"
+        return f"{where} lacks its type; add type: NAME, such as {where}={{type: {_types(kind, path)[0]}}}"
     if fault["type"] == "union_tag_invalid":
         return f"{where}: {fault['ctx']['tag']!r} is not known; choose one of {', '.join(_types(kind, path))}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "tuple_type":
-        message = f"must be a list, say [{fault.get('input')}]"
+        message = f"must be a list, such as [{fault.get('input')}]"
     if fault["type"] == "model_type" and section is not None:
-        message = f"must be a section, say {_section_for(section, fault.get('input'))}"
+        message = f"must be a section, such as {_section_for(section, fault.get('input'))}"
     if where == "(whole)":
         return message
     # A message about a whole section names its keys; the section's other values would not help.

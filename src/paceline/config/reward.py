@@ -51,7 +51,7 @@ class ShapedConfig(Section):
     required: bool = Field(
         True,
         description="true: a response that the scorer could not score has no reward. false: the missing "
-        "value counts as 0, and the component NAME/failed tells how often that happens.",
+        "value counts as 0, and the component NAME/failed shows how often that happens.",
     )
 
     @model_validator(mode="after")

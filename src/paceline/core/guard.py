@@ -232,8 +232,7 @@ class Histories:
     _values: dict[str, deque[float]] = field(default_factory=dict)
 
     def reference(self, name: str) -> float | None:
-        """Returns the median of at least `min_history` values; None if there are fewer or it is not above
-        0."""
+        """Returns the median; None with fewer than `min_history` values, or if it is not above 0."""
         values = self._values.get(name, ())
         if len(values) < self.min_history:
             return None

@@ -1,4 +1,4 @@
-"""Policy versions, which say from which weights a token was drawn."""
+"""Policy versions: the weights from which tokens were drawn."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def read_ports(words: str) -> range:
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", words.strip())
     ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not ports or ports[0] < 1024 or ports[-1] > 65535:
-        raise ConfigError(f"{words!r} must be FIRST-LAST with ports from 1024 to 65535, say 20000-20999")
+        raise ConfigError(f"{words!r} must be FIRST-LAST with ports from 1024 to 65535, such as 20000-20999")
     return ports
 
 

@@ -86,7 +86,7 @@ class ChunkOrder:
         first_row: index of the first row in the batch, if no group before it is dropped.
         rows: rows of the chunk, ordered as in the batch.
         with_gradient: whether to compute the gradient, too, once the chunks before it have theirs.
-        adjustments: the guard's changes to the configuration in that step.
+        adjustments: the guard's changes to the configuration for that step.
     """
 
     step: int

@@ -77,6 +77,6 @@ def _require_tokens(ours: Mapping[str, int], theirs: Mapping[str, int], place: s
         raise ModelError(
             f"{place} has another tokenizer than the policy: {len(differing)} of {len(ours)} tokens differ "
             f"({first!r} has the id {ours[first]} here and {theirs.get(first, 'none')} there), so it would "
-            "score other texts; take a model with the policy's tokenizer, say one of its family, or another "
-            "policy"
+            "score other texts; take a model with the policy's tokenizer, such as one of its family, or "
+            "another policy"
         )

@@ -17,7 +17,7 @@ CONTEXT = 3 * GIB // 2
 SLICE = 1024
 """Tokens of the vocabulary per slice; the sampling kernels keep the largest logit and a sum per slice."""
 MARGIN = 3 * GIB
-"""Bytes beside weights and KV cache: the engine's activations, and what its libraries allocate."""
+"""Bytes besides weights and KV cache: the engine's activations, and what its libraries allocate."""
 MEASURED_MARGIN = GIB // 2
 """Margin in bytes on top of an engine's measured memory."""
 

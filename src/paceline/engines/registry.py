@@ -1,6 +1,6 @@
 """Finds the engine that `rollout.name` in the configuration names.
 
-A new engine is a module like `vllm` beside this one, a folder of `paceline.rollout.engines` and a line in
+A new engine is a module like `vllm` in this folder, a folder of `paceline.rollout.engines` and a line in
 `ENGINES`.
 """
 

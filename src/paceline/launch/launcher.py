@@ -288,7 +288,7 @@ class _Launcher:
         return answered or role is Role.REWARD_MODEL or self._view.finished >= 0
 
     async def _report_end(self, member_id: str, incarnations: Sequence[str], reason: str) -> None:
-        """Tells the controller that a member has ended; gives up once its silence would have told that."""
+        """Tells the controller that a member has ended; gives up when its silence has shown that."""
         try:
             async with ControllerClient(self._address, self._credentials) as controller:
                 patience_s = self._config.service.dead_after_s

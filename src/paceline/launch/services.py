@@ -201,7 +201,7 @@ class Services:
     async def _end_companions(self, unit: Unit) -> list[ManagedProcess]:
         """Ends the rest of a unit; returns the processes that ended by themselves.
 
-        The ranks that are left of a learner wait for the lost one, maybe for long.
+        The ranks that are left of a learner wait for the lost one, maybe for a long time.
         """
         waiting = [process.exited for process in unit.processes if process.running]
         if waiting:

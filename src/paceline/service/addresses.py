@@ -40,7 +40,7 @@ def split(address: str) -> tuple[str, int]:
     plain = host.strip("[]")
     if not plain or not port.isdecimal() or (":" in plain and not host.startswith("[")):
         raise ConfigError(
-            f"{address!r} must be HOST:PORT, with an IPv6 address in brackets, say [fd00::2]:5000"
+            f"{address!r} must be HOST:PORT, with an IPv6 address in brackets, such as [fd00::2]:5000"
         )
     return plain, int(port)
 

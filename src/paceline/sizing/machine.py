@@ -35,7 +35,7 @@ class Machine:
 
     Attributes:
         num_unusable_gpus: GPUs of the machine that the installed build of torch cannot use.
-        gpu_bytes: memory of each GPU, as far as it is known.
+        gpu_bytes: memory of each GPU for which it is known.
         card: model of the GPUs; None if it is unknown, or if they differ.
         host_bytes: free memory of the host.
     """
@@ -137,7 +137,7 @@ def _index(word: str, uuids: Mapping[str, int]) -> int | None:
 
 
 def _gpu_uuids() -> dict[str, int]:
-    """Indices of this machine's GPUs by UUID; {} where nvidia-smi does not say."""
+    """Indices of this machine's GPUs by UUID; {} if nvidia-smi does not list them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}

@@ -86,7 +86,7 @@ def choose_update(
         config: configuration with the layout settled.
         shape: shape of the model; None if config.json has other names for its sizes.
         engine_gpus: GPUs of the rollout servers; an engine beside a rank keeps its share.
-        totals: bytes of each GPU, as far as they are known.
+        totals: bytes of each GPU whose size is known.
         host_bytes: free memory of the host. Averages go there for speed if it also has room for a
             checkpoint's copy, or because nothing else fits.
         card: model of the GPUs.

@@ -68,7 +68,7 @@ def settle_copies(
     Args:
         config: configuration with `actor.memory` chosen.
         ranks_per_host: learner ranks of each host that has any.
-        totals: bytes of a GPU of each of these hosts, as far as they are known.
+        totals: bytes of a GPU of each of these hosts, if known.
 
     Returns:
         The configuration, and the reason for its `learner.fsdp_size` in words, if it was chosen here.

@@ -110,7 +110,7 @@ def model_folder(place: str, *, weights: bool) -> Path:
     patterns = (*_MODEL_FILES, *(_WEIGHTS if weights else ()))
     folder = snapshot("model", name, patterns, ignore=_NOT_OURS)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{name} has no config.json: it is no model for transformers; choose another")
+        raise ModelError(f"{name} has no config.json: it is not a model for transformers; choose another")
     if weights and not any(folder.glob(_WEIGHTS[0])):
         raise ModelError(f"{name} has no weights as safetensors; choose a model or a revision that has them")
     return folder
@@ -180,7 +180,7 @@ def push_model(folder: Path, repo: str, *, private: bool, message: str) -> str:
 
     name, hub = HubName.parse(f"{_SCHEME}{repo}"), constants.ENDPOINT
     if name is None or str(name) != f"{_SCHEME}{name.repo}":
-        raise ModelError(f"{repo!r} is no name of a model on the hub; give ORG/NAME")
+        raise ModelError(f"{repo!r} is not the name of a model on the hub; give ORG/NAME")
     if constants.HF_HUB_OFFLINE:
         raise ModelError(f"{name.repo} was not pushed: {OFFLINE}=1 forbids network access")
     api = HfApi(endpoint=hub, library_name="paceline")
@@ -212,8 +212,8 @@ def _hub_errors(kind: Kind, name: HubName) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise error_type(
-            f"{name.repo} is no folder or file here, and {hub} has no {what} of this name (or it is private: "
-            "set HF_TOKEN)"
+            f"{name.repo} is not a folder or file here, and {hub} has no {what} of this name (or it is "
+            "private: set HF_TOKEN)"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise error_type(
@@ -229,7 +229,6 @@ def _unreachable(what: str, name: HubName, hub: str, *, offline: bool) -> str:
     why = "and nothing may be fetched (--offline)" if offline else f"and {hub} cannot be reached"
     instead = "without --offline" if offline else "with a network"
     return (
-        f"{name.repo} is no folder or file here, this {what} is not in huggingface_hub's cache, or only in "
-        "part, "
-        f"{why}: start once {instead}, set HF_ENDPOINT to a mirror, or give the path of a copy"
+        f"{name.repo} is not a folder or file here, this {what} is not in huggingface_hub's cache, or only "
+        f"in part, {why}: start once {instead}, set HF_ENDPOINT to a mirror, or give the path of a copy"
     )

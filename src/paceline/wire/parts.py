@@ -215,7 +215,7 @@ def read_messages(fields: Fields) -> tuple[Mapping[str, object], ...]:
     if problem:
         fields.reject(problem[0], f"messages: {problem[1]}")
     if any(type(item) is not dict for item in items):
-        fields.reject("wrong_type", "messages holds an item that is no mapping")
+        fields.reject("wrong_type", "messages holds an item that is not a mapping")
     return tuple(items)
 
 

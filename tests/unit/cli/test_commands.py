@@ -265,7 +265,7 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit) as caught:
             main([word])
         assert caught.value.code == 2
-        assert f"{word} is no command; {meant}" in capsys.readouterr().err
+        assert f"{word} is not a command; {meant}" in capsys.readouterr().err
 
 
 def test_without_a_command_it_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

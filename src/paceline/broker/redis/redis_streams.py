@@ -84,7 +84,7 @@ class RedisStreamsBroker:
 
     async def _read(self, command: Sequence[Any], stream: str, after: str, block_s: float) -> list[Entry]:
         if block_s > 0:
-            block_ms = max(1, round(block_s * 1000))  # BLOCK 0 would mean for ever
+            block_ms = max(1, round(block_s * 1000))  # BLOCK 0 would wait forever
             words = (*command, "BLOCK", block_ms, "STREAMS", stream, after)
             reply = await self._client.run_blocking(*words, block_s=block_s)
         else:

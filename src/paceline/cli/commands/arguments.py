@@ -79,7 +79,7 @@ _COMMANDS: Mapping[type[Section], str] = {
     DpoRunConfig: "dpo",
     Hosts: "up",
 }
-# The section that tells which command a file belongs to.
+# The section that shows to which command a file belongs.
 _MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "rm": "rm", "dpo": "dpo", "train": "trainer"}
 
 

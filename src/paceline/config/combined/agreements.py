@@ -32,7 +32,7 @@ def _there_are_rows(config: DerivedSettings) -> None:
     if config.trainer.total_epochs is not None and not config.data.training_sets:
         raise ValueError(
             "trainer.total_epochs counts the rows of data.train_files or data.train_sets, and an "
-            "environment tells its rows only once the run has begun; set trainer.total_steps"
+            "environment gives its rows only once the run has begun; set trainer.total_steps"
         )
     if not config.data.training_sets and (service is None or service.address is None):
         raise ValueError(
@@ -53,14 +53,14 @@ def _prompts_fit_episodes_and_scorers(config: DerivedSettings) -> None:
         )
     if not config.reward.has_scorer and config.rollout.environment is None:
         raise ValueError(
-            "no scorer: name at least one under reward.functions (say exact_match), reward.services, "
+            "no scorer: name at least one under reward.functions (such as exact_match), reward.services, "
             "reward.attached, reward.models, reward.judges or reward.code, or an environment under "
             "rollout.environment"
         )
     for name, reward in config.val_rewards.items():
         if not reward.has_scorer and config.rollout.environment is None:
             raise ValueError(
-                f"{reward_key(name)} has no scorer: name one, say functions: [{{name: gsm8k}}], "
+                f"{reward_key(name)} has no scorer: name one, such as functions: [{{name: gsm8k}}], "
                 "or leave reward out for that of the run"
             )
 
@@ -82,7 +82,7 @@ def _held_out_samples_differ(config: DerivedSettings) -> None:
             where = f"data.val_sets.{prompts.name}"
             raise ValueError(
                 f"{where}: {prompts.n} samples per prompt (n) at a temperature of 0 would all be the "
-                f"same; set {where}.temperature, say to 1"
+                f"same; set {where}.temperature, for example to 1"
             )
 
 
@@ -276,7 +276,7 @@ def _context_is_not_compiled(config: DerivedSettings) -> None:
 
 
 def _rows_fit_into_messages(config: DerivedSettings) -> None:
-    """Refuses a step whose rows do not fit into the one message that tells the learner of them."""
+    """Refuses a step whose rows do not fit into the one message that gives them to the learner."""
     num_rows, limit = config.data.train_batch_size * config.rollout.n, config.service.max_message_mib
     needed = math.ceil(num_rows * BYTES_PER_ROW / 2**20)
     if needed > limit:

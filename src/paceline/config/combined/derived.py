@@ -57,13 +57,13 @@ class DerivedSettings(RunSections):
 
     @property
     def val_rewards(self) -> dict[str, RewardConfig]:
-        """The rewards of the sets of data.val_sets that have one of their own, by set."""
+        """The rewards of the sets of data.val_sets that have their own, by set."""
         named = self.data.val_sets.items()
         return {name: self.reward.with_scorers(of.reward) for name, of in named if of.reward is not None}
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:
-        """The run's reward, by "", and those of sets that have one of their own, by set."""
+        """The run's reward, by "", and those of sets that have their own, by set."""
         return {"": self.reward, **self.val_rewards}
 
     @property
@@ -147,7 +147,7 @@ class DerivedSettings(RunSections):
 
     @property
     def frozen_folders(self) -> dict[str, str]:
-        """The folders of the frozen networks that have weights of their own; with model.lora the reference
+        """The folders of the frozen networks that have separate weights; with model.lora the reference
         has none."""
         own = {name: network.path for name, network in self.algorithm.networks.items()}
         return {REFERENCE: self.model.path, **own} if self.needs_reference and not self.model.lora else own

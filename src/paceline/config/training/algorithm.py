@@ -174,7 +174,7 @@ class AlgorithmConfig(Section):
         return self
 
     def with_places(self, place: Callable[[str], str]) -> AlgorithmConfig:
-        """Returns a copy in which `place(path)`, say the folder of a local copy, replaces each network's
+        """Returns a copy in which `place(path)`, such as the folder of a local copy, replaces each network's
         path."""
         networks = {
             name: network.model_copy(update={"path": place(network.path)})

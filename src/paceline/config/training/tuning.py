@@ -123,7 +123,7 @@ class PairDataConfig(Section):
     prompt_format: str = Field(
         "auto",
         pattern="^(auto|chat|text)$",
-        description="chat: through the tokenizer's chat template; text: tokenized as it is; auto: chat for "
+        description="chat: through the tokenizer's chat template; text: tokenized unchanged; auto: chat for "
         "lists of messages, text for strings. `paceline rm` reads only a prompt's last message, which is "
         "what reward models get in a run, and always uses the chat template if there is one.",
     )

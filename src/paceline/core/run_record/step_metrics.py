@@ -137,7 +137,7 @@ STEP_METRICS: Mapping[str, str] = {
     "val/NAME/mean": "Mean of one reward component on held-out prompts.",
     # --- the barrier
     "barrier/admitted": "Trajectories in the batch.",
-    "barrier/duplicates": "Trajectories that came a second time and were not admitted again.",
+    "barrier/duplicates": "Trajectories that arrived again and were not admitted a second time.",
     "barrier/rejected": "Trajectories of another version or digest, or that were not requested.",
     "barrier/groups_dropped": "Prompt groups that were dropped after errors.",
     "barrier/groups_dropped/NAME": (
@@ -261,7 +261,7 @@ STEP_METRICS: Mapping[str, str] = {
     "weights/first_open_ms": (
         "Milliseconds from the start of the push until the first server samples the new version."
     ),
-    "weights/peak_extra_bytes": "Most memory beside the parameters that the push used on a rank.",
+    "weights/peak_extra_bytes": "Most memory besides the parameters that the push used on a rank.",
 }
 """Meaning by name. NAME stands for a name that the configuration gives, SOURCE for one in the data."""
 

@@ -1,6 +1,6 @@
 """The images of a prompt: their description in messages, their patches, and their placeholders.
 
-Messages carry an image's hash and grid; the patches travel beside them, by hash. The prompt's token ids hold
+Messages carry an image's hash and grid; the patches travel separately, by hash. The prompt's token ids hold
 one placeholder for each of the image's tokens.
 """
 

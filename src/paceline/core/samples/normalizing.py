@@ -52,7 +52,7 @@ def scales(samples: Iterable[Sequence[Part]]) -> dict[str, Scale]:
 
 
 def normalized(reward: float, parts: Sequence[Part], by_name: Mapping[str, Scale]) -> float:
-    """Returns a sample's reward with its components normalised; those without a scale stay as they are."""
+    """Returns a sample's reward with its components normalised; those without a scale are unchanged."""
     terms = [reward]
     for name, value, weight in parts:
         if name in by_name:

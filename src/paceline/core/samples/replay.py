@@ -2,7 +2,7 @@
 
 trained groups, oldest first -> filter, age, size -> the buffer -> drawn by (seed, step)
 
-The draw is a function of what was trained, the settings and the step: it needs no state of its own, and
+The draw is a function of what was trained, the settings and the step: it needs no state, and
 `paceline verify` repeats it.
 """
 

@@ -125,7 +125,7 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
         return _of_verl(reference, function, signature.parameters)
     if is_of_trl(signature.parameters):
         raise ConfigError(
-            f"reward function {reference!r} has TRL's form, f(prompts, completions, **columns): say group: "
+            f"reward function {reference!r} has TRL's form, f(prompts, completions, **columns): set group: "
             "true, and it is called with all samples of a prompt"
         )
     parameters = list(signature.parameters.values())
@@ -133,7 +133,7 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise ConfigError(
             f"reward function {reference!r} has the signature {signature}: it must take the response and the "
-            f"ground truth by position; {_FORM}, or say group: true (paceline reward: "
+            f"ground truth by position; {_FORM}, or set group: true (paceline reward: "
             "--group) for a function of all samples of a prompt"
         )
     unreachable = [p.name for p in positional[2:] if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]

@@ -30,7 +30,7 @@ from paceline.sizing.update import settle_copies
 class Host(Section):
     """A host and the services that run there."""
 
-    name: str = Field(description="What the remote shell calls it, say USER@HOST.")
+    name: str = Field(description="Its name for the remote shell, such as USER@HOST.")
     address: str = Field(description="Address that its services listen on and that the others reach.")
     data_address: str | None = Field(
         None,
@@ -39,7 +39,9 @@ class Host(Section):
     )
     folder: str = Field(description="Working directory of its services.")
     python: str = Field("python3", description="Interpreter that has Paceline there.")
-    env: dict[str, str] = Field({}, description="Further variables of its services, say PACELINE_TLS_DIR.")
+    env: dict[str, str] = Field(
+        {}, description="Further variables of its services, such as PACELINE_TLS_DIR."
+    )
     gpus: tuple[int, ...] = Field((), description="GPU indices: the learner's ranks take the first ones.")
     card: str | None = Field(
         None,

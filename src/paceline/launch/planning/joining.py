@@ -41,7 +41,7 @@ def how_to_join(config: RunConfig, run_dir: Path, controller_address: str) -> st
         secrets[TLS_DIR] = str(tls.folder.resolve())
     specs = plan.newcomers(config, Machine.here(), controller_address=controller_address)
     lines = [f"  {_shell_line({**secrets, **spec.env})} {shlex.join(spec.command)}" for spec in specs]
-    return "\n".join(["others may join, each under a name of its own:", *lines, _from_elsewhere(config)])
+    return "\n".join(["others may join, each under its own name:", *lines, _from_elsewhere(config)])
 
 
 def _shell_line(variables: Mapping[str, str]) -> str:

@@ -40,8 +40,8 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
     if not callable(getattr(environment, "run_rollout", None)):
         raise ConfigError(
             f"{type(environment).__name__} has neither run_rollout, as classic environments of verifiers, "
-            "nor run_episode and a taskset, as those of verifiers.v1; pass what load_environment returns, or "
-            "write an agent that plays this environment"
+            "nor run_episode and a taskset, like those of verifiers.v1; pass what load_environment returns, "
+            "or write an agent that plays this environment"
         )
     if getattr(environment, "requires_group_rollouts", False):
         raise ConfigError(
@@ -69,7 +69,7 @@ def verifiers_rows(environment: Any, split: str = "train") -> Iterator[dict[str,
     Set `data.extra_keys: [example_id, info]`, or `[task]` for an environment of `verifiers.v1`.
 
     Args:
-        environment: as for `verifiers_environment`.
+        environment: as in `verifiers_environment`.
         split: "train", or "val" for the library's evaluation split; without such a split there are no rows,
             as in `verifiers.v1`.
 

@@ -27,7 +27,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
     """Scores the items that a run sends, until the run is over.
 
     Args:
-        function: as for `RewardServer`: `f(response, ground_truth, **extra)`; with `batch`, `f(items)`.
+        function: as in `RewardServer`: `f(response, ground_truth, **extra)`; with `batch`, `f(items)`.
         address: host:port of one or several reward services of the run; each gets a stream.
         every_address: attach to every address to which the host of `address` resolves, and look them up
             again every five seconds: for several servers of the run behind one name.
@@ -40,7 +40,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
         max_batch: largest batch.
         timeout_s: how long a call of the function may take.
         patience_s: how long to try to reach a run that does not answer.
-        version: version of what the function computes; as for `RewardServer`.
+        version: version of what the function computes; as in `RewardServer`.
 
     Raises:
         ConfigError: the function cannot be called in this form.

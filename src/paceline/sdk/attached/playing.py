@@ -126,7 +126,7 @@ class Asker:
     def _post(self, episode: Play, data: bytes) -> dict[str, Any]:
         url = f"{episode.base_url}/chat/completions"
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url} is no address of a rollout server")
+            raise ValueError(f"{url} is not an address of a rollout server")
         headers = {"Authorization": f"Bearer {episode.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(url, data=data, headers=headers)  # noqa: S310  checked above
         try:

@@ -56,7 +56,7 @@ class AttachedClient(Generic[TaskT, AnswerT]):
     """Answers a gateway's tasks until the run is over or `stop` is called.
 
     Args:
-        options: how it attaches.
+        options: where and how it attaches.
         open_stream: makes a stream from an iterator of the client's messages.
         handle: answers one task; several run at a time, up to the window. If it raises, the client ends and
             its tasks go to other clients.

@@ -1,7 +1,7 @@
 """Builds the confinement around itself, then becomes the program: `python -I -S inside.py SPEC REPORT`.
 
     this process: maps users --> namespaces: users, mounts, processes, network, IPC, names, cgroups
-      `-- init of the namespaces: a root of its own, read-only; ends with the program, and everything with it
+      `-- init of the namespaces: its own read-only root; ends with the program, and everything with it
             `-- the program: another user, no capabilities, a filter of system calls, limits
 
 Standard library only: it runs before anything is imported. Both arguments are file descriptors: a file that

@@ -65,7 +65,7 @@ class TlsFiles:
         """Returns the current content of the files.
 
         Raises:
-            EnvironmentLackError: a file cannot be read, or the key is not that of the certificate.
+            EnvironmentLackError: a file cannot be read, or the key does not belong to the certificate.
         """
         contents, names = [], self._names()
         for name in names:

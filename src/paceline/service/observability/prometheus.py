@@ -37,7 +37,9 @@ def wanted_port(configured: int) -> int:
     if not given:
         return configured
     if not given.isdecimal() or int(given) > 65535:
-        raise ConfigError(f"{PORT}={given} is no port: give a number from 1 to 65535, or 0 for no endpoint")
+        raise ConfigError(
+            f"{PORT}={given} is not a port: give a number from 1 to 65535, or 0 for no endpoint"
+        )
     return int(given)
 
 

@@ -141,7 +141,7 @@ class JsonView:
         self._say(event="note", text=text)
 
     def pulse(self) -> None:
-        """Does nothing: time alone is no event."""
+        """Does nothing: the passage of time is not an event."""
 
     def close(self) -> None:
         """Does nothing: no line is open."""

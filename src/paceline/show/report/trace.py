@@ -53,7 +53,7 @@ def _of_profile(path: Path, *, first_pid: int) -> Iterator[Event]:
             tree = json.load(file)
         base, events = int(tree.get("baseTimeNanoseconds", 0)) / 1e3, tree["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is no profile ({type(error).__name__}: {error}); delete it") from error
+        raise DataError(f"{path} is not a profile ({type(error).__name__}: {error}); delete it") from error
     name = path.name.removesuffix(".json.gz")
     pids: dict[Any, int] = {}
     for event in events:

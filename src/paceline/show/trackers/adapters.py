@@ -16,7 +16,7 @@ class Wandb:
     """Weights & Biases; WANDB_MODE=offline writes to RUN_DIR/wandb."""
 
     def begin(self, run: TrackedRun) -> None:
-        """Opens the run, or goes on with it."""
+        """Opens the run, or continues it."""
         import wandb
 
         self._wandb = wandb
@@ -139,7 +139,7 @@ class Trackio:
     """Writes to Trackio's database in TRACKIO_DIR."""
 
     def begin(self, run: TrackedRun) -> None:
-        """Opens the run, or goes on with it."""
+        """Opens the run, or continues it."""
         import trackio
 
         self._trackio = trackio

@@ -27,7 +27,7 @@ class Tracker(Protocol):
     """A tracker, used from one thread. An exception ends the tracker, not the run."""
 
     def begin(self, run: TrackedRun) -> None:
-        """Opens the run, or goes on with it."""
+        """Opens the run, or continues it."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:

@@ -47,7 +47,7 @@ class LearnerMemory:
         critic_muon: whether Muon trains the critic's matrices.
         compact: whether the policy's averages have 8 bits.
         critic_compact: whether the critic's averages have 8 bits.
-        frozen: the shapes of frozen networks with weights of their own, by name.
+        frozen: the shapes of frozen networks with separate weights, by name.
         offloads_frozen: whether each frozen network is in host memory except while it scores.
         num_adapters: numbers of the policy's adapters, if only these train; 0: all its weights train.
         num_adapted: numbers of the matrices that have adapters.
@@ -84,7 +84,7 @@ class LearnerMemory:
 
         Args:
             shape: shape of the policy.
-            totals: bytes of the GPUs, as far as they are known.
+            totals: bytes of the GPUs whose size is known.
         """
         actor = config.with_compile(on_gpu=True).actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
@@ -303,7 +303,7 @@ class LearnerMemory:
 
 
 def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:
-    """Returns the shapes of a run's frozen networks with weights of their own, by name.
+    """Returns the shapes of a run's frozen networks with separate weights, by name.
 
     If a config.json is missing, or has unknown names for its sizes, the policy's shape is used.
     """

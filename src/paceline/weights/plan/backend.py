@@ -55,7 +55,7 @@ def choose_wire(
 
 
 def _all_apart(places: Sequence[RankPlace]) -> bool:
-    """Returns whether every rank has a GPU of its own."""
+    """Returns whether every rank has its own GPU."""
     gpus = [place.gpu for place in places]
     return all(gpus) and len(set(gpus)) == len(gpus)
 

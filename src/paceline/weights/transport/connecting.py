@@ -16,7 +16,7 @@ _LOOK_EVERY_S = 0.005
 class Connecting:
     """Runs `connect` in a thread, on the calling thread's stream.
 
-    If a rank dies while NCCL connects, the others wait inside NCCL for ever. The waiting thread is then
+    If a rank dies while NCCL connects, the others wait inside NCCL forever. The waiting thread is then
     abandoned with its process group; nothing else in the process waits for it.
     """
 

@@ -243,7 +243,7 @@ class WeightGroup:
     def _connect(self, store: Store, deadline: Deadline) -> None:
         """Makes the process group and its connections, after all ranks have answered the roll call.
 
-        Uses a thread: if a rank died now, NCCL would wait for ever, and no call could end the wait.
+        Uses a thread: if a rank died now, NCCL would wait forever, and no call could end the wait.
         """
 
         def connect() -> None:

@@ -33,7 +33,7 @@ def unpack_pixels(image: Image, data: bytes) -> LoadedImage:
     rows = image.num_patches
     if not data or len(data) % (4 * rows):
         raise InvalidMessageError(
-            f"the blob of image {image.hash[:12]} has {len(data)} bytes, which is no multiple of the "
+            f"the blob of image {image.hash[:12]} has {len(data)} bytes, which is not a multiple of the "
             f"{4 * rows} that a float32 in each of its {rows} patches takes",
             reason="unequal_lengths",
         )

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         _certify(args.certs.absolute(), arguments.load_config(Hosts, args.config, []))
         return 0
     if not args.host:
-        raise ConfigError("name the hosts: --host me@node1 learner=4 reward=1 --host node2 rollout=4, say")
+        raise ConfigError("name the hosts: --host me@node1 learner=4 reward=1 --host node2 rollout=4")
     if args.to.exists():
         raise ConfigError(f"{args.to} is there already: delete it, or name another file with --to")
     config = arguments.load_config(RunConfig, args.config, [])

@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     model = answers["model"]
     if is_named(model):
-        print(f"note: {model} is no folder here, and is fetched from the Hugging Face hub")
+        print(f"note: {model} is not a folder here, so it is fetched from the Hugging Face hub")
     elif not Path(model).is_dir() and "://" not in model:
         print(f"note: there is no folder {model} yet")
     print(f"wrote {args.file}\nnext: paceline check {args.file}\n      paceline train {args.file}")

@@ -113,7 +113,7 @@ def _sets(given: Sequence[str]) -> dict[str, list[str]]:
     for word in given:
         name, _, files = word.partition("=")
         if not name or not files:
-            raise ConfigError(f"--data {word} must look like NAME=FILE, say gsm8k=gsm8k/test.parquet")
+            raise ConfigError(f"--data {word} must look like NAME=FILE, such as gsm8k=gsm8k/test.parquet")
         if name in sets:
             raise ConfigError(f"--data names {name} twice; write NAME=FILE,FILE for several files of a set")
         sets[name] = files.split(",")
@@ -221,7 +221,7 @@ def _make_room(tree: dict[str, Any]) -> None:
 
 
 def _exported(folder: Path, step: str, out: Path) -> Path:
-    """Exports the checkpoint of a run as a model's folder, beside the evaluation."""
+    """Exports the checkpoint of a run as a model's folder, next to the evaluation."""
     number = chosen_step(folder, step)
     model = out.with_name(f"{out.name}.step_{number}")
     if not model.exists() and export_step(folder, number, model, says_so=False):

@@ -32,7 +32,7 @@ def read_script(path: Path, text: str) -> ScriptSettings:
     """Returns the settings of `GRPOConfig(...)` and `GRPOTrainer(...)`.
 
     Args:
-        path: path of the script; reward functions that it imports are looked for beside it.
+        path: path of the script; reward functions that it imports are searched in its folder.
 
     Raises:
         ConfigError: the script is not Python, or has neither call.
@@ -94,7 +94,7 @@ class _Reader:
             self.script.settings[key] = self._literal(node)
         except ValueError:
             self.script.refused[f"{key}: {ast.unparse(node)}"] = (
-                "is no plain value, and the script is not run; write it"
+                "is not a plain value, and the script is not run; write it"
             )
 
     def _literal(self, node: ast.expr, passed: dict[str, int] | None = None) -> Any:
@@ -130,7 +130,7 @@ class _Reader:
                 names.append(self._imported(self._imports[function.id]))
             else:
                 self.script.refused[f"reward_funcs: {ast.unparse(function)}"] = (
-                    "write a function in a file of its own and name it FILE.py:FUNCTION"
+                    "write the function in a separate file and name it FILE.py:FUNCTION"
                 )
         self.script.settings["reward_funcs"] = names
 
@@ -144,7 +144,7 @@ class _Reader:
         return f"rewards.py:{name}"
 
     def _imported(self, reference: str) -> str:
-        """Returns a function of a module, which may lie beside the script."""
+        """Returns a function of a module, which may be in the script's folder."""
         module, _, name = reference.partition(":")
         file = self._path.parent.joinpath(*module.split(".")).with_suffix(".py")
         if name and file.is_file():
@@ -205,7 +205,7 @@ class _Reader:
             return
         if changes := [step for step in steps if step in _CHANGES_ROWS]:
             self.script.changed[f"{name}: {', '.join(reversed(changes))}"] = (
-                "the rows are read as they are; where that matters, write the changed ones to a file"
+                "the rows are read unchanged; if that matters, write the changed ones to a file"
             )
         self._loaded(name, node, split)
 
@@ -219,7 +219,7 @@ class _Reader:
             try:
                 given[key] = self._literal(value)
             except ValueError:
-                self.script.refused[f"{name}: {ast.unparse(value)}"] = "is no plain value; write it"
+                self.script.refused[f"{name}: {ast.unparse(value)}"] = "is not a plain value; write it"
         settings, part = self.script.settings, "train" if name == "train_dataset" else "test"
         if given.get("path") in ("parquet", "json") and "data_files" in given:
             files = given["data_files"]

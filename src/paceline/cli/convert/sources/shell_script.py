@@ -44,7 +44,7 @@ _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done"
 
 
 class _UnknownValueError(Exception):
-    """Raised for a variable without a value, and for values that only running the script would tell."""
+    """Raised for a variable without a value, and for values that only running the script would show."""
 
 
 def read_script(text: str, environment: Mapping[str, str] | None = None) -> ScriptSettings:
@@ -188,7 +188,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
             return str(_number(_filled(match["sum"], variables), variables))
         name = match["braced"] or match["plain"]
         if name is None:
-            raise _UnknownValueError("only running the script would tell the value; write it")
+            raise _UnknownValueError("only running the script would show the value; write it")
         value = variables.get(name)
         if match["op"] == "+":
             return _expand(match["word"], variables) if value else ""

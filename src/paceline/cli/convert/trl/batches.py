@@ -85,7 +85,7 @@ def _steps_per_generation(tree: Tree, per_micro_step: int, accumulated: int) -> 
         return accumulated if steps is None else int(steps)
     if int(samples) % per_micro_step:
         raise ValueError(
-            f"generation_batch_size={samples} is no multiple of the {per_micro_step} samples that all "
+            f"generation_batch_size={samples} is not a multiple of the {per_micro_step} samples that all "
             "processes take at a time, which TRL refuses too; give --devices"
         )
     return int(samples) // per_micro_step
@@ -165,4 +165,6 @@ def _in_steps(key: str, updates: int, tree: Tree) -> Tree | Changed:
     steps = {key: math.ceil(updates / per_step)}
     if updates % per_step == 0:
         return steps
-    return Changed(steps, f"a step here has {per_step} updates, and {updates} are no whole number of steps")
+    return Changed(
+        steps, f"a step here has {per_step} updates, and {updates} are not a whole number of steps"
+    )
