@@ -342,7 +342,7 @@ def test_an_export_is_pushed_with_a_card_and_can_be_trained_from(
     ("name", "token", "sentence"),
     [
         ("sums", "writer", "'sums' is not the name of a model on the hub; give ORG/NAME"),
-        ("ann/sums@main", "writer", "'ann/sums@main' is no name of a model"),
+        ("ann/sums@main", "writer", "'ann/sums@main' is not the name of a model"),
         ("ann/sums", "reader", r"did not take ann/sums \(HTTP 401\); set HF_TOKEN to a token that may write"),
     ],
 )

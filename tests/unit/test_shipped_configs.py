@@ -84,7 +84,7 @@ MINIMAL = {
         ),
         (
             "actor.policy_loss.clip_ratio_low=0.1",
-            "lacks its type; add type: NAME, say actor.policy_loss={type: ppo_clip}",
+            "lacks its type; add type: NAME, such as actor.policy_loss={type: ppo_clip}",
         ),
         (
             "actor.policy_loss={type: sapo, tau_negativ: 2}",
