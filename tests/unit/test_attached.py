@@ -522,7 +522,7 @@ async def test_without_a_client_an_item_waits_and_then_has_an_error() -> None:
         assert score.error is not None
         assert score.error[0].value == "unavailable"
         assert score.error[1].startswith(
-            "judge: no client is attached here; where the run has several servers"
+            "judge: no client is attached here; if the run has several servers"
         )
 
 

@@ -106,7 +106,7 @@ def test_answers_to_the_tasks_of_others_are_stray_and_counted() -> None:
 
 def test_nobody_comes() -> None:
     nobody = (
-        "no client is attached here; where the run has several servers, a client attaches to each of them "
+        "no client is attached here; if the run has several servers, a client attaches to each of them "
         "(every_address=True, or a list of addresses)"
     )
     tasks = dispatcher()

@@ -75,7 +75,7 @@ def test_a_set_takes_part_as_often_as_it_says(freq: int | None, expected: dict[i
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__val_sets": {"reward": "x.jsonl"}}, "'reward' cannot name a set, as metrics use that word"),
+        ({"data__val_sets": {"reward": "x.jsonl"}}, "'reward' cannot name a set, because metrics use it"),
         ({"data__val_sets": {"a/b": "x.jsonl"}}, "'a/b' cannot name a set; write letters"),
         ({"data__val_sets": {"a": {"n": 4}}}, "data.val_sets.a.files is required"),
         (

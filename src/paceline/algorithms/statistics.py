@@ -4,8 +4,7 @@ A mask is 1 (or True) on the tokens that count. Entries under a 0 never matter, 
 integer inputs are reduced in float32; float32 and float64 keep their precision.
 
 Over several ranks, whitening takes two reductions: (sum, count), then the squared deviations from the common
-mean. One pass with sum(x^2) - n mean^2 would lose all digits where the mean is large compared with the
-spread.
+mean. One pass with sum(x^2) - n mean^2 would lose all digits if the mean is large compared with the spread.
 """
 
 from __future__ import annotations

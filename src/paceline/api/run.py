@@ -24,7 +24,7 @@ class LoadedRun:
 
     Attributes:
         config: config.resolved.yaml.
-        metrics: a pyarrow.Table with a row per step and a column per metric; null where a step has none.
+        metrics: a pyarrow.Table with a row per step and a column per metric; null if a step has none.
         events: the journal in order; each iteration reads it again.
     """
 

@@ -173,7 +173,7 @@ class _Link:
         self.num_answered = 0
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the answer; None where the connection is lost."""
+        """Returns the answer; None if the connection is lost."""
         try:
             self.writer.write(json.dumps(request).encode() + b"\n")
             await self.writer.drain()
@@ -209,7 +209,7 @@ class LedStep:
     async def prompt(
         self, value: object, *, of: Prompt | ScoredSample, ground_truth: str | None = None
     ) -> Prompt | None:
-        """Makes a prompt of text or chat messages; None where it is longer than data.max_prompt_length."""
+        """Makes a prompt of text or chat messages; None if it is longer than data.max_prompt_length."""
         origin = of.prompt if isinstance(of, ScoredSample) else of
         plain = await self._call(verb="prompt", value=value, of=origin.prompt_id, ground_truth=ground_truth)
         return None if plain is None else self._known(plain)

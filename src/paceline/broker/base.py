@@ -69,7 +69,7 @@ class Broker(Protocol):
     """Streams with consumer groups, and blobs."""
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Creates stream and group where they are missing; the group starts at the stream's first entry."""
+        """Creates stream and group if they are missing; the group starts at the stream's first entry."""
         ...
 
     async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:

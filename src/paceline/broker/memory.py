@@ -80,7 +80,7 @@ class MemoryBroker:
             raise BrokerError("broker memory:// is closed: open another")
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Creates stream and group where they are missing; the group starts at the stream's first entry."""
+        """Creates stream and group if they are missing; the group starts at the stream's first entry."""
         self._check_open()
         self._store.streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
 

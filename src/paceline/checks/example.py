@@ -38,7 +38,7 @@ def example_reward(config: RunConfig, val_set: str = "") -> str:
 
     The row is the first for training or, for `val_set`, the first of that set, which its own reward scores.
 
-    Functions with `group: true` are left out, as there is one response.
+    Functions with `group: true` are left out, because there is only one response.
 
     A function may refuse a ground truth, because it may want more than the bare answer. If it refuses those
     of all first rows, that is an error: the run would end at its first step.

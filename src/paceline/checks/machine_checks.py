@@ -90,7 +90,7 @@ def _memory_line(config: RunConfig) -> str:
     try:
         learner, rollout = share_gpus(config, machine.gpus)
     except ConfigError:
-        return "not planned, as the devices have a fault"
+        return "not planned, because the devices have a fault"
     if not learner:
         return "CPU, nothing to plan"
     engines = tuple(gpu for gpus in rollout for gpu in gpus)
@@ -98,7 +98,7 @@ def _memory_line(config: RunConfig) -> str:
 
 
 def _memory_elsewhere_line(config: RunConfig) -> str:
-    """Returns the learner's part of the plan only, as nothing is known about the GPUs."""
+    """Returns only the learner's part of the plan, because nothing is known about the GPUs."""
     return "CPU, nothing to plan" if config.learner.device == "cpu" else _memory_plan(config, (), (), {})
 
 

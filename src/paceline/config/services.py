@@ -17,7 +17,7 @@ class ProfileConfig(Section):
 
     steps: tuple[int, ...] = Field(
         (),
-        description="Training steps to record, counted from 1; the first steps are slower, as they compile "
+        description="Training steps to record, counted from 1; the first steps are slower: they compile "
         "and fill caches. Each step's profile goes to profile/ in the run directory; `paceline profile` "
         "joins it with the services' spans.",
     )

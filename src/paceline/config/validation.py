@@ -81,10 +81,10 @@ def set_name(name: str) -> str:
     """Returns the name of a set of prompts if it can be part of a metric's name; raises ValueError if not."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} cannot name a set; write letters, digits, - and _, as it becomes part of metric names"
+            f"{name!r} cannot name a set; write letters, digits, - and _, because metric names contain it"
         )
     if name in _TAKEN:
-        raise ValueError(f"{name!r} cannot name a set, as metrics use that word; choose another name")
+        raise ValueError(f"{name!r} cannot name a set, because metrics use it; choose another name")
     return name
 
 

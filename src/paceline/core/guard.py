@@ -144,8 +144,8 @@ class Reading:
     """A rule's number in one step; the worst one if there are several.
 
     Attributes:
-        network: "actor" or "critic" where the rule judges optimizer steps, the name of a set of held-out
-            prompts where it judges a validation, else "".
+        network: "actor" or "critic" if the rule judges optimizer steps; the name of a set of held-out prompts
+            if it judges validations; else "".
         reference: the reference value of a relative rule; 0 for others.
         num_skipped: optimizer steps that the rule skipped; batches if the rule looks at the whole batch.
         detail: where the number comes from, in words; "" if the rule says so itself.

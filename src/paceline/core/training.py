@@ -22,7 +22,7 @@ class BatchRow:
         blob_digest: digest of the blob's bytes, as 32 hexadecimal digits.
         reward: sum of the weighted reward components.
         num_sampled_tokens: response tokens that the policy sampled; the others are its environment's.
-        greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
+        greedy_score: reward of the greedy answer to the same prompt; None if none was sampled.
         token_rewards: (position, part) for parts of the reward that belong to tokens before the last.
         num_patches: number of patches of the prompt's images.
         num_greedy_tokens: tokens that the policy sampled for the greedy answer; 0 without one.

@@ -3,7 +3,7 @@
 a process ends -> its companions end -> the controller is told
     -> restarts.judge -> left | pause, start again | the run ends
 a process that was never ready ends with an error, or one ends twice with the same error before any work
-    -> the run ends, as more attempts would only delay the message, unless the process says that the next
+    -> the run ends, because more attempts would only delay the message, unless the process says that the next
     start may succeed
 the controller misses a process that still runs -> it is killed -> as above
 """

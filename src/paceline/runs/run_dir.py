@@ -227,7 +227,7 @@ def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
     """Returns a remark about a copy whose original is still running.
 
     Raises:
-        ConfigError: both would write to the same place, as their run ids are the same.
+        ConfigError: both would write to the same place, because they have the same run id.
     """
     try:
         before = _flat(yaml.safe_load((original / START).read_text(encoding="utf-8")))

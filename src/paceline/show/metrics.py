@@ -41,8 +41,8 @@ def before_and_after(name: str, values: Sequence[float]) -> tuple[float, float, 
     """Returns the numbers that a headline compares: the means of the first and of the last values, and the
     number of values in each mean.
 
-    A validation counts with one value; the training's reward with up to five, as single batches differ by
-    chance.
+    A validation counts with one value; the training's reward with up to five, because single batches differ
+    by chance.
 
     Args:
         name: name of the metric.
@@ -88,7 +88,7 @@ class Column:
         return self.metrics[0].unit
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """Returns the number of a step, formatted; "" where the step has none of the column's metrics."""
+        """Returns the number of a step, formatted; "" if the step has none of the column's metrics."""
         return next((f"{values[m.name]:{m.format}}" for m in self.metrics if m.name in values), "")
 
 

@@ -19,7 +19,7 @@ from paceline.sizing.step_time import StepTime
 from paceline.sizing.update import update_choice
 
 SHARED_MEMORY: Final = 0.4
-"""Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""
+"""Share of a GPU's memory that an engine may take if a learner rank shares the GPU and neither sleeps."""
 
 # Largest share of an engine's memory for weights; the rest is the KV cache.
 _WEIGHTS_SHARE: Final = 0.6
@@ -101,11 +101,11 @@ def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str
 
 
 def with_fair_share(config: RunConfig) -> RunConfig:
-    """Limits a server's sequences to its share of a batch, where the file leaves rollout.max_num_seqs open.
+    """Limits a server's sequences to its share of a batch, if the file leaves rollout.max_num_seqs open.
 
-    A server takes prompts while it has room. Without the limit, the quicker of two servers took 18 of 32
-    prompts and the other one waited: with 3B on two H100s, generation took 6.2 s, but 5.3 s with 16 prompts
-    each.
+    A server takes prompts while it has room. Without the limit, the faster of two servers took 18 of 32
+    prompts and the other one waited: with 3B on two H100s, generation took 6.2 s instead of 5.3 s with 16
+    prompts each.
     """
     rollout = config.rollout
     if rollout.replicas == 1 or "max_num_seqs" in rollout.model_fields_set:

@@ -60,7 +60,7 @@ def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
 def settle_copies(
     config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[int]
 ) -> tuple[RunConfig, list[str]]:
-    """Gives each host a copy of weights and optimizer where the memory plan has room for it.
+    """Gives each host a copy of weights and optimizer, if the memory plan has room for it.
 
     A layer's weights are then gathered within each host, and only gradients cross the network. Gradients are
     summed in another order, so they are rounded differently.

@@ -122,7 +122,7 @@ class _Copy:
                 self._say(how, f"another process copies {self._folder} to this machine")
                 time.sleep(_PAUSE_S)
             if how.stopped():
-                raise InterruptedError(f"the copy of {self._folder} was broken off")
+                raise InterruptedError(f"the copy of {self._folder} was cancelled")
 
     def _use(self) -> bool:
         """Locks a complete copy for the life of this process."""
@@ -178,7 +178,7 @@ class _Copy:
                     file.write(chunk)
                     self._say(how, f"copying {self._folder}: {_mib(done + file.tell())} of {_mib(total)}")
                     if how.stopped():
-                        raise InterruptedError(f"the copy of {self._folder} was broken off")
+                        raise InterruptedError(f"the copy of {self._folder} was cancelled")
                 os.fsync(file.fileno())
         if target.stat().st_size != size:
             actual = target.stat().st_size

@@ -156,7 +156,7 @@ class CopyKernel:
             self._launches.append((options, *_upload(rows, 4, device)))
 
     def launch(self) -> None:
-        """Queues all copies but the skipped ones."""
+        """Queues all copies except the skipped ones."""
         for options, table, tiles in self._launches:
             _copy_parts[(min(len(tiles), self._most_programs),)](table, tiles, len(tiles), **options)
 

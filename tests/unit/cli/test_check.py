@@ -41,7 +41,7 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[2] == "ok    frozen networks: none"
     assert lines[3] == "ok    self-test: the line of the learner"
     assert lines[4].startswith("FAULT tokenizer: model folder model has no tokenizer (tokenizer.json)")
-    assert lines[5] == "-     training prompts: not checked, as the model has a fault"
+    assert lines[5] == "-     training prompts: not checked, because the model has a fault"
     assert lines[6].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
     assert lines[7].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
     assert lines[8] == "ok    episodes: none"

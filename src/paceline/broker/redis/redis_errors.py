@@ -32,7 +32,7 @@ _BY_CODE: Final = {
     "NOREPLICAS": Trouble(state="has too few replicas to write", remedy="start its replicas again"),
     "MISCONF": Trouble(
         state="cannot write its data to disk",
-        remedy="make room on its disk, which is the run directory's if it is the run's own; see its log",
+        remedy="make room on its disk (for the run's own server, the run directory's); see its log",
         needs_help=True,
     ),
     "BUSY": Trouble(state="is busy with a script", remedy="wait, or end the script with SCRIPT KILL"),

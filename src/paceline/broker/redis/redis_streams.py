@@ -35,7 +35,7 @@ class RedisStreamsBroker:
         self._client = client
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Creates stream and group where they are missing; the group starts at the stream's first entry."""
+        """Creates stream and group if they are missing; the group starts at the stream's first entry."""
         try:
             await self._client.run("XGROUP CREATE", stream, group, "0", "MKSTREAM")
         except GroupExistsError:

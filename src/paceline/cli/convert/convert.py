@@ -25,7 +25,7 @@ class Converted:
 
     Attributes:
         tree: the configuration, nested as in a file.
-        same: our key by the other program's key; "" where no number depends on the key.
+        same: our key by the other program's key; "" if no number depends on the key.
         changed: the pair (our key, reason) by the other program's key.
         refused: for each of the other program's keys with its value, the reason why it is not in the tree.
     """
@@ -65,7 +65,7 @@ def convert(tree: Mapping[str, Any], program: str, facts: Tree | None = None) ->
     Args:
         tree: the other program's configuration, nested or by dotted keys.
         program: a key of TABLES.
-        facts: values of DEVICES and NUM_ROWS, as far as they are known.
+        facts: values of DEVICES and NUM_ROWS, if known.
     """
     rules, out = TABLES[program], Converted()
     flat = {key: value for key, value in flattened(tree).items() if value != "???"}

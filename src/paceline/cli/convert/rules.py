@@ -30,7 +30,7 @@ class Changed:
 
 
 Convert = Callable[[Any, Tree], Tree | Changed]
-"""Returns our values by dotted key ({} where none is needed), given a value and the other file's values with
+"""Returns our values by dotted key ({} if none is needed), given a value and the other file's values with
 defaults.
 
 Raises:
@@ -45,7 +45,7 @@ class ConversionRule:
     Attributes:
         keys: the other program's dotted keys; a key that ends in `.*` stands for all below it.
         ours: what a value is converted to, in words, for the docs.
-        convert: None where no number of a run depends on the value.
+        convert: None if no number of a run depends on the value.
         default: the other program's default; a mapping by key if a rule has several keys.
         unset: values that mean the same as a missing key.
         part_of: the key whose rule reads these keys.

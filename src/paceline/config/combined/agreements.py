@@ -263,7 +263,7 @@ def _frozen_networks_have_a_use(config: DerivedSettings) -> None:
     ):
         raise ValueError(
             f"algorithm.networks: nothing reads the log-probs of {', '.join(config.algorithm.networks)}, "
-            "as estimator and policy loss are built in; name one of your own "
+            "because estimator and policy loss are built in; name one of your own "
             "(docs/add-an-algorithm.md), or leave networks out"
         )
 

@@ -154,7 +154,7 @@ class DerivedSettings(RunSections):
 
     @property
     def rollout_correction(self) -> RolloutCorrectionConfig:
-        """The correction of the loss, with the method that is used where the file names none."""
+        """The correction of the loss, with the method that is used if the file names none."""
         given = self.algorithm.rollout_correction
         if given.method is not None:
             return given

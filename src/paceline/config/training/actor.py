@@ -237,7 +237,7 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value update; used where the advantage estimator needs values."""
+    """The value update, which is used if the advantage estimator needs values."""
 
     path: str | None = Field(
         None,

@@ -225,7 +225,7 @@ class TaskDispatcher:
     def _nobody(self, source: str) -> str:
         if not self._clients:
             return (
-                "no client is attached here; where the run has several servers, a client attaches to each of "
+                "no client is attached here; if the run has several servers, a client attaches to each of "
                 "them (every_address=True, or a list of addresses)"
             )
         if any(client.takes(source) for client in self._clients.values()):

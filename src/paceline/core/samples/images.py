@@ -36,7 +36,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedImage:
-    """An image with the pixels of its patches, (patches, width), as the model's image processor made them."""
+    """An image with the pixels of its patches, (patches, width), made by the model's image processor."""
 
     image: Image
     pixels: npt.NDArray[np.float32]

@@ -320,7 +320,7 @@ def _check_mapping(name: str, returned: Mapping[object, object]) -> tuple[float,
 
 def _number(label: str, returned: object) -> float:
     # A bool is refused although Python counts it as an integer: it is nearly always a forgotten conversion.
-    # numpy's bool is refused too, as it is not a Real.
+    # numpy's bool is refused, too, because it is not a Real.
     if not isinstance(returned, numbers.Real):
         returned = _only_element(returned)
     if isinstance(returned, bool) or not isinstance(returned, numbers.Real):

@@ -63,7 +63,7 @@ def argument_problem(spec: ToolSpec, arguments: Mapping[str, object]) -> str:
 
 
 def result_text(returned: object) -> str:
-    """Writes what a tool returned as text: a string as it is, other values as JSON where that is possible."""
+    """Writes what a tool returned as text: a string unchanged, other values as JSON if possible."""
     if isinstance(returned, str):
         return encodable(returned)
     if returned is None:

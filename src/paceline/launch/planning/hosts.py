@@ -55,7 +55,7 @@ class Host(Section):
     reward_models: tuple[str, ...] = Field(
         (),
         description="Models of reward.models, by name, whose replicas run here, with device: cuda:N on GPU "
-        "N; one that several hosts name has its replicas on each.",
+        "N; a model that several hosts name has its replicas on each.",
     )
 
     @field_validator("card")

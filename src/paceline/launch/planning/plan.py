@@ -143,7 +143,7 @@ def newcomers(config: RunConfig, machine: Machine, *, controller_address: str) -
 
 def _with_metrics_ports(config: RunConfig, specs: Sequence[ProcessSpec], *, first: int) -> list[ProcessSpec]:
     return [
-        # A rank adds its number itself, as it must where torchrun gives all ranks one environment.
+        # A rank adds its number itself, as it must when torchrun gives all ranks the same environment.
         replace(spec, env={**spec.env, **_metrics_port(config, number - _local_rank(spec))})
         for number, spec in enumerate(specs, start=first)
     ]

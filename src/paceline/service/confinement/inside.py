@@ -39,7 +39,7 @@ _NOBODY, _INSIDE_ID = 65534, 1000
 _REASON_BYTES = 1024
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
-# Numbers of system calls: x86_64, aarch64; None where there is none.
+# Numbers of system calls: x86_64, aarch64; None if there is none.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "kcmp": (312, 272), "pidfd_getfd": (438, 438), "process_madvise": (440, 440),

@@ -138,7 +138,7 @@ class LearnerMemory:
     def _averages(self) -> int:
         """Bytes of the averages: AdamW keeps two per number, Muon one; all adapters are matrices.
 
-        In 8 bits two of them, with their scales, take 65 / 32 bytes; the scales of adapters more.
+        In 8 bits, two of them take 65 / 32 bytes with their scales; the scales of adapters take more.
         """
         matrices = self.shape.num_in_matrices
         of_muon = (self.num_adapters or matrices) if self.muon else 0
@@ -283,7 +283,7 @@ class LearnerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes of logits: of a chunk, and of all tokens where the learner keeps them."""
+        """Bytes of logits: those of a chunk, and those of all tokens if the learner keeps them."""
         logits = self.num_tokens * self.shape.vocab * self.bytes_per_number
         return LOGITS + (logits if logits <= KEPT_LOGITS_SHARE * self.gpu_bytes else 0)
 

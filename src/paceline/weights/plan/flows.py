@@ -22,7 +22,7 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import Sharding
 
 SMALLEST_SHARE: Final = 0.02
-"""Sets that share less than this fraction of all bytes get no messages of their own"""
+"""Sets that share less than this fraction of all bytes get no separate messages."""
 
 Members = tuple[int, ...]
 """Rollout ranks, ascending"""
@@ -38,7 +38,7 @@ class Flow:
     Attributes:
         volume: number of elements, each counted once for any number of receivers.
         longest_row: elements of the longest row of any of its boxes.
-        content: the source and the numbers of the sets of needs; equal for flows of equal boxes.
+        content: the source and the indices of the sets of needs; equal for flows of equal boxes.
     """
 
     source: int
@@ -68,7 +68,7 @@ class Demand:
         cover: which source supplies which need.
         groups: for each need, the classes of rollout ranks that have it, each with its slice.
         class_of: the class of each rollout rank; ranks of a class have equal slices.
-        sets: numbers of needs, by the exact set of classes that have them.
+        sets: indices of needs, by the exact set of classes that have them.
         order: index of each need's tensor.
     """
 
@@ -200,7 +200,7 @@ class Chunks:
 
     Attributes:
         item: index of the flow's box to which a chunk belongs.
-        box, volume: the chunk's number in the table of boxes, and its elements.
+        box, volume: the chunk's index in the table of boxes, and its number of elements.
         number: number of the message within the flow.
         offset: the chunk's first element within the flow's part of the message.
     """

@@ -39,8 +39,8 @@ _NETWORK_COST: Final = 8
 class MessageKey(NamedTuple):
     """One message between two ranks of the group (learners come first).
 
-    Channel 0 carries elements that nobody relays; each other channel, the common needs of one set of rollout
-    ranks.
+    Channel 0 carries elements that nobody relays; each other channel carries the common needs of one set of
+    rollout ranks.
     """
 
     sender: int

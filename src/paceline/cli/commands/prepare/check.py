@@ -64,7 +64,7 @@ def _num_faults(config: RunConfig, parts: Sequence[PreflightCheck]) -> int:
             print(f"ok    {part.name}: {part.run(config)}", flush=True)
         except PacelineError as error:
             if isinstance(error, ModelError) and model_is_bad:
-                print(f"-     {part.name}: not checked, as the model has a fault")
+                print(f"-     {part.name}: not checked, because the model has a fault")
                 continue
             model_is_bad |= isinstance(error, ModelError)
             num_faults += 1

@@ -25,7 +25,7 @@ from paceline.runs import run_dir as run_dirs
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 
-# More steps than all faults take, as the run ends after the last recovery.
+# More steps than all faults take, because the run ends after the last recovery.
 _MANY_STEPS = 1_000_000
 
 
