@@ -521,9 +521,7 @@ async def test_without_a_client_an_item_waits_and_then_has_an_error() -> None:
         (score,) = await service.scorer.score(items("a"))
         assert score.error is not None
         assert score.error[0].value == "unavailable"
-        assert score.error[1].startswith(
-            "judge: no client is attached here; if the run has several servers"
-        )
+        assert score.error[1].startswith("judge: no client is attached here; if the run has several servers")
 
 
 async def test_only_items_of_its_data_sources_go_to_a_client() -> None:

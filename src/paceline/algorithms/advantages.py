@@ -103,8 +103,8 @@ def vapo(
 ) -> Estimates:
     """Computes decoupled, length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
-    The advantages use `lam_policy` (if None, each response's `length_adaptive_lambda`), the critic's targets
-    `lam_critic`. Everything else is as in `gae`.
+    The advantages use `lam_policy` (if None, each response's `length_adaptive_lambda`), and the critic's
+    targets use `lam_critic`. Everything else is as in `gae`.
     """
     values, mask = rows.critic_values, rows.mask
     lam: float | Tensor

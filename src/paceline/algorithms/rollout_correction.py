@@ -75,7 +75,8 @@ def sequence_mask(
     """Returns 1 on tokens of sequences whose weight lies in [low, high], else 0, (B, T).
 
     Args:
-        low: lower bound, at least 0. high: upper bound, above low.
+        low: lower bound, at least 0.
+        high: upper bound, above low.
         level: the weight to compare: "sequence", or "geometric", which does not depend on the length. With
             "token", one token out of range drops its sequence.
 

@@ -63,7 +63,7 @@ class Roster:
     ) -> None:
         """Waits until an answer from now on names all `members` as working.
 
-        With `unlike`, the process of `service` must also be another one than `unlike`.
+        With `unlike`, the process of `service` must also differ from that process.
         """
         since = asyncio.get_running_loop().time()
         while True:

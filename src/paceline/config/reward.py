@@ -85,7 +85,7 @@ class OutsideConfig(ShapedConfig):
 
 
 class GroupedOutsideConfig(GroupedConfig, OutsideConfig):
-    """The options of scorers outside that can score the samples of a prompt together."""
+    """The options of scorers other than functions that can score the samples of a prompt together."""
 
     @model_validator(mode="after")
     def _remembers_no_groups(self) -> Self:

@@ -33,7 +33,7 @@ class ValSamplingConfig(Section):
 
 
 def _function_alone(value: object) -> object:
-    """Returns scorers with the given function; what already lists scorers stays as it is."""
+    """Returns scorers with the given function; a value that already lists scorers is unchanged."""
     return {"functions": [{"name": value}]} if isinstance(value, str) else value
 
 
@@ -89,7 +89,7 @@ def set_name(name: str) -> str:
 
 
 def files_alone(value: object) -> object:
-    """Returns a set with the given files; what is already a set stays as it is."""
+    """Returns a set with the given files; a value that is already a set is unchanged."""
     return {"files": value} if isinstance(value, str | list) else value
 
 
@@ -100,7 +100,7 @@ ValSets = dict[
 
 
 def reward_key(name: str) -> str:
-    """Returns the key of a set's own reward; of the run's reward for ""."""
+    """Returns the key of a set's own reward; "" stands for the run's reward."""
     return f"data.val_sets.{name}.reward" if name else "reward"
 
 

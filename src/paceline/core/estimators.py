@@ -19,7 +19,7 @@ class EstimatorTraits:
     """What an advantage estimator takes and needs.
 
     Attributes:
-        options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
+        options: options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
         needs: what a run must provide, as in `Algorithm.needs`.
         of_group: whether a prompt's advantages depend only on its own samples.
     """

@@ -202,7 +202,7 @@ def describe(reading: Reading, bound: float, action: Action) -> str:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns the standard deviation over all values; exactly 0 where all are equal."""
+    """Returns the standard deviation over all values; exactly 0 if all are equal."""
     if min(values) == max(values):
         return 0.0
     mean = math.fsum(values) / len(values)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Purpose(enum.StrEnum):
-    """What a prompt group is generated for, where Paceline itself asks for it.
+    """The purposes for which Paceline itself requests prompt groups.
 
     TRAIN: for training. GREEDY: one greedy answer to a training prompt, whose score is a baseline (ReMax); it
     is never trained on. VALIDATE: for measuring. A dataflow may name others (`check_purpose`).
@@ -85,5 +85,5 @@ def new_run_id(name: str = "run") -> str:
 
 
 def run_id_for(folder_name: str, name: str) -> str:
-    """Returns the id of a run in a folder: the folder's name where `new_run_id` made it, else a new id."""
+    """Returns the id of a run in a folder: the folder's name if `new_run_id` made it, else a new id."""
     return folder_name if re.fullmatch(r".+-\d{8}-\d{6}-[0-9a-f]{4}", folder_name) else new_run_id(name)

@@ -25,7 +25,7 @@ def plain_value(value: object) -> object:
     values Python values, tuples lists, keys text. Lone surrogates in text are escaped.
 
     Raises:
-        DataError: it has no such form.
+        DataError: the value has no such form.
     """
     result = _plain(value, _MAX_DEPTH)
     problem = plain_problem(result, _MAX_DEPTH)

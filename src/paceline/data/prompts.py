@@ -166,7 +166,7 @@ def is_plain(value: object, prompt_format: str) -> bool:
 
 
 def last_message(value: object) -> str:
-    """Returns the text of a prompt's last message, or all of a plain text, for scorers."""
+    """Returns the text of a prompt's last message, or a plain-text prompt itself, for scorers."""
     content = value if isinstance(value, str) else value[-1]["content"]  # type: ignore[index]
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))

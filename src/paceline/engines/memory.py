@@ -29,7 +29,7 @@ Parts = Mapping[str, int]
 class EngineMemory:
     """The memory of one GPU of a rollout engine: one model for planner, checks and learner.
 
-    With several engines, facts of the one that takes the most count.
+    With several engines, the one that takes the most memory counts.
 
     An engine takes at most its budget (`rollout.gpu_memory_utilization`), including weights and context.
     Asleep, it keeps its context and captured graphs.

@@ -35,7 +35,7 @@ class ModelFamily:
         clamps_mlp: whether an MLP clamps both of its halves, and keeps them for the backward pass.
         has_sinks: whether each attention head has a sink: the score of a token without a value.
         weighs_shared_expert: whether the MLP that all tokens use has a weight per token, like an expert.
-        multiplies_logits: `logits_scaling` multiplies the logits; in other families it divides them.
+        multiplies_logits: whether `logits_scaling` multiplies the logits instead of dividing them.
         stored_names: parts of tensor names, as pairs: in transformers' model, in checkpoints.
         stacks_experts: whether checkpoints also store all experts of a layer in one tensor per projection.
         keys_for_engines: keys and values that engines need in config.json but transformers does not write.

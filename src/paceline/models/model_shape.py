@@ -138,7 +138,7 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that matter for memory, and those of the vision tower beside it.
+    """The sizes of a decoder that matter for memory, and those of its vision tower.
 
     Attributes:
         intermediate: width of a layer's MLP, or of an expert.
@@ -273,7 +273,7 @@ class ModelShape:
         """Returns numbers per token that a layer keeps for the backward pass.
 
         That is four times the width of the MLP (seven if it clamps) plus thirteen times that of the states,
-        three of them in attention. If compiled, it is three and nine times, because results that need no
+        three of them in attention. If compiled, the factors are three and nine, because results that need no
         matrix product are recomputed. A token's states are copied to each of its experts and back.
         """
         inner, states = (3, 6) if compiled else (4, 10)

@@ -81,7 +81,7 @@ class Environment:
         Args:
             task: the prompt's row: `messages`, `ground_truth`, `data_source` and data.extra_keys.
             task_seed: equal in all episodes of a prompt, which should begin alike.
-            episode_seed: differs between them.
+            episode_seed: differs between these episodes.
         """
         return Observation()
 

@@ -39,7 +39,7 @@ _LEAST_SEQUENCES: Final = 128
 def settle_colocated(config: RunConfig, gpus: Sequence[int], machine: Machine) -> RunConfig:
     """Settles the layout of `placement: colocated`, and whether engines sleep.
 
-    If the file leaves sleep open, engines stay awake in two cases: the best form of the update fits beside
+    If the file leaves sleep open, engines stay awake in two cases: the best form of the update fits next to
     them, or the best form that fits gives a clearly shorter step than taking turns. Turns cost time, but
     leave the learner all memory.
 
@@ -147,7 +147,7 @@ def _share_out(
 
 
 def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
-    """Returns the share of a GPU that an engine may take beside the learner's resident memory.
+    """Returns the share of a GPU that an engine may take next to the learner's resident memory.
 
     If the file leaves the place of optimizer averages open, they count as on the GPU, unless that leaves no
     room for the engine.
@@ -179,7 +179,7 @@ def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
 
 
 def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, machine: Machine) -> bool:
-    """Returns whether a step is shorter with engines that stay awake, and its update fits beside them."""
+    """Returns whether a step is shorter with engines that stay awake, and its update fits next to them."""
     beside, best = update_choice(awake, machine), update_choice(turns, machine)
     if not beside.fits or beside == best:
         return beside.fits

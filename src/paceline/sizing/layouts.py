@@ -37,7 +37,7 @@ class Layout:
         config: configuration with ranks, engines and their GPUs; memory settings are as in the file.
         settled: the same configuration with nothing left open.
         refusal: why the layout does not fit a GPU's memory; "" if it fits, or if nothing is known.
-        time: the estimate of a step; None where GPUs or the model's shape are unknown.
+        time: the estimate of a step; None if GPUs or the model's shape are unknown.
     """
 
     config: RunConfig

@@ -85,7 +85,7 @@ def choose_update(
     Args:
         config: configuration with the layout settled.
         shape: shape of the model; None if config.json has other names for its sizes.
-        engine_gpus: GPUs of the rollout servers; an engine beside a rank keeps its share.
+        engine_gpus: GPUs of the rollout servers; an engine on a rank's GPU keeps its share.
         totals: bytes of each GPU whose size is known.
         host_bytes: free memory of the host. Averages go there for speed if it also has room for a
             checkpoint's copy, or because nothing else fits.
@@ -161,6 +161,6 @@ def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
-    """Returns whether the learner's resident memory fits beside engines that are awake in their turn."""
+    """Returns whether the learner's resident memory fits next to engines that are awake in their turn."""
     stays = learner.kept_beside(config)
     return all(stays + engine_budget(config, total) <= total for total in totals)

@@ -41,8 +41,8 @@ _OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
 # Share of the link's rate that a push between GPUs reaches, and bytes per second of a push within one GPU.
 _PUSH_SHARE, _PUSH_SHARED = 0.65, 2.0e11
 _ORDERS_S: Final = 0.03
-# Sleeping and waking: seconds beside the engine's weights, bytes of weights per second, and bytes per second
-# that all learner ranks of a host together free.
+# Sleeping and waking: seconds besides those for the engine's weights, bytes of weights per second, and bytes
+# per second that all learner ranks of a host together free.
 _TURN_S, _TURN_RATE, _FREEING_RATE = 0.06, 9e10, 2.8e11
 # Seconds of a step for rewards after generation, fetching, advantages and records.
 _REST_S: Final = 0.2

@@ -1,4 +1,4 @@
-"""Encodes the commands between the learner's ranks as bytes; who runs a command checks its contents."""
+"""Encodes the commands between the learner's ranks as bytes; the receiver checks their contents."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 def pack_trajectory_id(trajectory_id: TrajectoryId) -> list[Any]:
-    """Packs [purpose, step, prompt id, sample index]: the order of its text form."""
+    """Packs [purpose, step, prompt id, sample index], in the order of the text form."""
     key = trajectory_id
     return [key.purpose, key.step, key.prompt_id, key.sample_index]
 

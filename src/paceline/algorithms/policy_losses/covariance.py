@@ -34,7 +34,7 @@ def highest_covariance(
     all_reduce: AllReduce = lambda sums: sums,
     gather: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
-    """Selects the tokens with the highest covariance of a batch that may lie on several ranks.
+    """Selects the tokens with the highest covariance of a batch that may be spread over ranks.
 
     Args:
         log_probs: (B, T), this rank's rows.
@@ -76,7 +76,7 @@ def kl_cov(
     cov_fraction: float = 0.0002,
     cov_kl_coef: float = 1.0,
 ) -> LossOutputs:
-    """Returns -A ratio, on selected tokens plus cov_kl_coef |log-ratio| (KL-Cov, arXiv:2505.22617).
+    """Returns -A ratio, plus cov_kl_coef |log-ratio| on selected tokens (KL-Cov, arXiv:2505.22617).
 
     There is no clip; |log-ratio| is the KL term of the authors' code.
 
@@ -109,7 +109,7 @@ def clip_cov(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> LossOutputs:
-    """`ppo_clip`, with loss and gradient 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
+    """Applies `ppo_clip`, with loss and gradient 0 on selected tokens (Clip-Cov, arXiv:2505.22617).
 
     The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; this function
     takes the highest of them, so that a repeated step gives the same numbers.

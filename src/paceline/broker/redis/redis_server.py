@@ -129,7 +129,7 @@ class RedisServer:
         """Starts a server and waits until it answers.
 
         Args:
-            folder: created where missing, readable for this user only.
+            folder: created if missing, readable for this user only.
             keep_data: whether to load the data that an earlier server left in the folder; otherwise the
                 server starts empty.
             port: port on loopback; 0: any free port.
@@ -242,7 +242,7 @@ class RedisServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's log file, which tells why a start failed."""
+        """The server's log file, which says why a start failed."""
         return self._folder / "redis.log"
 
     def _launch(self, *, keep_data: bool) -> None:

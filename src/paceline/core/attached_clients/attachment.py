@@ -27,7 +27,7 @@ class Hello:
         window: maximum number of tasks that it accepts at a time.
         version: version of its computation; "" if unknown.
         contract: version of the protocol that it speaks.
-        groups: whether a task is a group, which is all samples of a prompt.
+        groups: whether a task is a group, that is, all samples of a prompt.
     """
 
     name: str

@@ -164,7 +164,7 @@ class PartialSample:
 
 
 def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
-    """Returns the first and one past the last token of each turn, by `Trajectory.response_mask`."""
+    """Returns the first token and the end of each turn, by `Trajectory.response_mask`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
     return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
 

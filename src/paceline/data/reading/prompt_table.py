@@ -57,7 +57,7 @@ class PromptTable:
         sources: the distinct data sources, sorted.
         source: each row's index in `sources`.
         ranks: rank of each row's value among the distinct values; None without data.order_by.
-        digest: digest of the tokens and of what the rows' scorers need.
+        digest: digest of the tokens and of the data that the rows' scorers need.
     """
 
     tokens: Int32Array

@@ -63,7 +63,7 @@ class EnvironmentServer(Served):
         self._expiring: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens, and frees sessions that nobody closes; raises as `Served.start`."""
+        """Listens, and frees sessions that nobody closes; raises the errors of `Served.start`."""
         await super().start()
         self._expiring = asyncio.create_task(self._expire(), name="leases")
 

@@ -49,7 +49,7 @@ async def first_hello(messages: AsyncIterator[FromClient[AnswerT]]) -> Hello:
 
     Raises:
         DeadlineError: the client sends nothing.
-        ProtocolError: its first message is another one.
+        ProtocolError: its first message is not a hello.
     """
     try:
         async with asyncio.timeout(_HELLO_S):
@@ -73,7 +73,7 @@ class GatewayOptions(Generic[TaskT]):
         source_of: returns a task's data source.
         size_of: returns a task's approximate size in bytes.
         max_tries: number of clients to which a task is given, one after the other.
-        stream_age_s: after this time a client is asked to open its stream again.
+        stream_age_s: time after which a client is asked to open its stream again.
         groups: whether tasks are groups; a client must then declare that it scores groups.
     """
 

@@ -228,7 +228,7 @@ def _filter_calls() -> None:
 
 
 def _map_users(child: int) -> None:
-    """Maps two users if this is root: one that builds, one as which the program runs. Else only this user."""
+    """Maps this user; if this is root, two users: one that builds, and one that runs the program."""
     user, group = os.getuid(), os.getgid()
     folder = Path("/proc", str(child))
     if user == 0:

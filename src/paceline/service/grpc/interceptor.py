@@ -29,7 +29,7 @@ _CERTIFICATE_NAMES = "x509_subject_alternative_name"
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls in: token, certificate and term are checked; errors are mapped; a traced call gets a span.
+    """Checks the token, certificate and term of calls; maps errors; opens spans for traced calls.
 
     gRPC reads the message of a unary call before it calls the method, but that of a stream only when the
     method asks for it. So a call without a token gets a method for streams, which ends the call without
@@ -88,9 +88,9 @@ class _WrongRoleError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Refusal:
-    """How a call ends. Not an exception: gRPC keeps those that abort calls in a cycle with their frames.
+    """How a call ends. Not an exception: gRPC would keep it in a reference cycle, with its frames.
 
-    Hundreds of refused calls would then keep their messages until the garbage collector runs.
+    Refused calls would then keep their messages until the garbage collector runs.
     """
 
     code: grpc.StatusCode
@@ -111,7 +111,7 @@ class _Guard:
 
     @property
     def name(self) -> str:
-        """The method without its package's slash."""
+        """The method's name without the leading slash."""
         return self.method.removeprefix("/")
 
     def admit(self, raw: bytes, context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Computes the remaining share of a certificate's lifetime without the package that services lack."""
+"""Computes the remaining share of a certificate's lifetime without the package cryptography."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OFFLOADED = GIB
 MUON_BYTES = 28
 """Bytes per number of a matrix that a rank orthogonalizes: what it receives, computes and sends."""
 COMPACT_STEP = 640 << 20
-"""Bytes of the slice of 8-bit averages that is float32 at a time, and of its conversion into codes."""
+"""Bytes of the slice of 8-bit averages that is in float32 at a time, and of its conversion to codes."""
 LOGITS = GIB
 """Chunks of logits and the head's gradient; the learner bounds them."""
 
@@ -49,8 +49,8 @@ class LearnerMemory:
         critic_compact: whether the critic's averages have 8 bits.
         frozen: the shapes of frozen networks with separate weights, by name.
         offloads_frozen: whether each frozen network is in host memory except while it scores.
-        num_adapters: numbers of the policy's adapters, if only these train; 0: all its weights train.
-        num_adapted: numbers of the matrices that have adapters.
+        num_adapters: number of parameters in the policy's adapters, if only these train; else 0.
+        num_adapted: number of parameters in the matrices that have adapters.
         has_images: whether prompts have images.
         gpu_bytes: bytes of the largest GPU; 0 if it is not known.
     """
@@ -219,7 +219,7 @@ class LearnerMemory:
         }
 
     def kept_beside(self, config: RunConfig) -> int:
-        """Returns the learner's bytes, with both sides' staging, beside an engine that starts or is awake."""
+        """Returns the learner's bytes, with both sides' staging, while an engine starts or is awake."""
         stays = sum(self.resident.values()) + 2 * (config.weights.staging_mib << 20)
         return max(stays, sum(self.start.values()))
 
@@ -242,7 +242,7 @@ class LearnerMemory:
 
     @property
     def _num_trained(self) -> int:
-        """Numbers of the policy that train."""
+        """Number of the policy's parameters that train."""
         return self.num_adapters or self.shape.num_parameters
 
     def _share(self, numbers: int) -> int:

@@ -140,7 +140,7 @@ class MemoryPlan:
             )
 
     def _check_generation(self, gpu: int, total: int) -> None:
-        """Checks that the learner fits beside an engine that starts or is awake."""
+        """Checks that the learner fits next to an engine that starts or is awake."""
         stays = self.learner.kept_beside(self.config)
         if stays + engine_budget(self.config, total) > total:
             raise ConfigError(

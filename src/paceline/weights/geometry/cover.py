@@ -25,7 +25,7 @@ class Need:
 
     Attributes:
         label: names the receiver in errors.
-        copies: number of ranks that need it; its weight in the load of its supplier.
+        copies: number of ranks that need it, which weights it in its supplier's load.
         node: the node of all ranks that need it; "" if there are several, or if it is unknown.
     """
 
@@ -189,7 +189,7 @@ def _regions_of(need: Need, sharding: Sharding, boxes: BoxTable) -> Regions:
 def _assign_contested(
     sharding: Sharding, needs: Sequence[Need], regions: list[Regions], boxes: BoxTable
 ) -> None:
-    """Assigns parts that several sources hold; needs with such parts get regions of their own."""
+    """Assigns parts that several sources hold; needs with such parts get separate regions."""
     contested = [
         (number, part, near)
         for number, cut in enumerate(regions)

@@ -184,7 +184,7 @@ class Sharding(Sequence[RankLayout]):
 
     @cached_property
     def grids(self) -> tuple[Grid | None, ...]:
-        """The grid of each kind; None where boxes overlap."""
+        """The grid of each kind; None if its boxes overlap."""
         return tuple(map(Grid.of, self.kinds))
 
     def to_bytes(self) -> bytes:

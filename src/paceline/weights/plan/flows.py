@@ -148,7 +148,7 @@ class Flows:
     The content of a flow is looked up only for a rank's own flows, because there are many others.
 
     Attributes:
-        sets: groups of needs that the same classes have, by their numbers.
+        sets: groups of needs (indices) that the same classes have.
         flows: the flows.
     """
 

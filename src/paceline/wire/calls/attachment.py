@@ -70,7 +70,7 @@ def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[G
 
     Raises:
         InvalidMessageError: the message is empty, a number is out of range, or there are too many results.
-        ProtocolError: it speaks another version of the contract.
+        ProtocolError: the scorer speaks another version of the contract.
     """
     num_results = sum(len(row.group) for row in message.answers.answers[:MAX_WINDOW])
     if num_results > MAX_ITEMS_PER_CALL:
@@ -152,7 +152,7 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
 
     Raises:
         InvalidMessageError: the message is empty, a number is out of range, or there are too many answers.
-        ProtocolError: it speaks another version of the contract.
+        ProtocolError: the client speaks another version of the contract.
     """
     match message.WhichOneof("message"):
         case "hello":

@@ -33,7 +33,7 @@ def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
 
     Raises:
         InvalidMessageError: the message is empty, or a number is out of range.
-        ProtocolError: it speaks another version of the contract.
+        ProtocolError: the environment speaks another version of the contract.
     """
     return client_message_from_proto(message, _played_from_proto)
 

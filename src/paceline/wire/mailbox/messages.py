@@ -170,7 +170,7 @@ def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
     """Reads the log-probs of a response of `num_tokens` tokens.
 
     Raises:
-        InvalidMessageError: their number differs, or some are not finite.
+        InvalidMessageError: the number of log-probs differs, or some are not finite.
     """
     if len(data) != 4 * num_tokens:
         raise InvalidMessageError(

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out the action that the argument `action` names."""
+    """Carries out the action that the arguments name."""
     days = _DAYS[args.action] if args.days is None else args.days
     if importlib.util.find_spec("cryptography") is None:
         raise EnvironmentLackError("paceline certs needs cryptography: pip install cryptography")

@@ -1,1 +1,1 @@
-"""TRL's keys and ours."""
+"""Converts TRL's keys to ours."""
