@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Runs under faults spend much time waiting for restarts, so more of them fit on the cores.
 CHAOS_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,3)
 
-.PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-more test-chaos test-deploy lint format generate clean
+.PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-more test-chaos test-deploy lint format generate versions clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
@@ -49,6 +49,7 @@ help:
 	@echo "make test-chaos runs under faults: less than half an hour"
 	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips tests that lack a program"
 	@echo "make docs       the docs as a site, in .cache/site"
+	@echo "make versions   what the lock files pin of the main packages, and how far that is behind pip's index"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -131,6 +132,9 @@ lint: venv
 	$(BIN)/python tools/generate_metrics_docs.py --check
 	$(BIN)/python tools/generate_measurements.py --check
 	$(BIN)/python tools/generate_observability.py --check
+
+versions: venv
+	$(BIN)/python tools/versions.py
 
 format: venv
 	$(BIN)/ruff format .
