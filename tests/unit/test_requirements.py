@@ -42,7 +42,8 @@ def test_every_pinned_package_installs_on_the_first_release_of_each_supported_py
 
 def versions_tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("versions", source.ROOT / "tools" / "versions.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -63,7 +64,8 @@ def test_make_versions_counts_the_releases_after_each_pin(
     monkeypatch.setattr(tool.subprocess, "run", index)
     assert tool.main() == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("vllm: newest 99.1; ") and "cuda-next " in lines[0]
+    assert lines[0].startswith("vllm: newest 99.1; ")
+    assert "cuda-next " in lines[0]
     assert any("redis: newest unknown" in line for line in lines)
 
 
