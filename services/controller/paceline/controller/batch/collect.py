@@ -29,7 +29,7 @@ from paceline.controller.progress import Run
 from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError
 from paceline.core.ids import Purpose
 from paceline.core.samples.normalizing import Scale, normalized, scales
-from paceline.core.samples.trajectory import Float32Array, GroupRefusal, ScoredHeader, Trajectory
+from paceline.core.samples.trajectory import GroupRefusal, ScoredHeader
 from paceline.data.prompts import Prompt
 from paceline.service.observability import metrics, telemetry
 from paceline.wire import decode_scored
@@ -146,6 +146,8 @@ class Collector:
         beside: whether it collects a validation beside training.
 
     Attributes:
+        mailboxes: the data in the broker.
+        dispatcher: sends the prompts out.
         position: the last log entry that was read.
         blob_keys: the blobs that the entries named, trained on or not, by step, for steps that were not
             cleaned up.
@@ -164,7 +166,7 @@ class Collector:
     ) -> None:
         self._mixes_versions, self._beside = run.config.pushes_in_flight and not beside, beside
         self._config, self._run_id, self._journal = run.config, run.id, run.journal
-        self._broker, self._mailboxes, self._dispatcher = broker, mailboxes, dispatcher
+        self._broker, self.mailboxes, self.dispatcher = broker, mailboxes, dispatcher
         self._wait_for_services, self._count = wait_for_services, count
         self.position = LOG_START
         self._early: list[tuple[str, Entry]] = []
@@ -183,16 +185,16 @@ class Collector:
         Raises:
             LostDataError: the broker has lost the run's data.
         """
-        await self._mailboxes.check()
+        await self.mailboxes.check()
         self.position = position
         self._early.clear()
-        self.blob_keys = await self._mailboxes.leftovers(position)
-        await self._dispatcher.recall(version)
+        self.blob_keys = await self.mailboxes.leftovers(position)
+        await self.dispatcher.recall(version)
 
     async def begin_anew(self) -> None:
         """Removes the run's data from the broker, so that everything is sent and collected again."""
-        await self._mailboxes.begin_anew()
-        self._dispatcher.forget()
+        await self.mailboxes.begin_anew()
+        self.dispatcher.forget()
         self.position, self.blob_keys = LOG_START, {}
         self._early.clear()
 
@@ -202,25 +204,13 @@ class Collector:
         Raises:
             LostDataError: the broker has lost the run's data.
         """
-        await self._dispatcher.clean_up(step)
+        await self.dispatcher.clean_up(step)
         over = [key for of_step, keys in self.blob_keys.items() if of_step < step for key in keys]
         # The version before the committed one is not sampled from any more.
-        await self._mailboxes.clean_up(
+        await self.mailboxes.clean_up(
             version=step - 2, position=self._journal.standing.log_position, blob_keys=over
         )
         self.blob_keys = {of_step: keys for of_step, keys in self.blob_keys.items() if of_step >= step}
-
-    async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
-        """Returns the responses' texts; "" where none is stored.
-
-        Raises:
-            LostDataError: one was stored and is gone, though it is `required`.
-        """
-        return await self._mailboxes.texts(headers, required=required)
-
-    async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
-        """Returns the samples' tokens and log-probs; None for those that are gone."""
-        return await self._mailboxes.trajectories(headers)
 
     async def store(self, blobs: Mapping[str, bytes], step: int) -> None:
         """Stores blobs of trajectories that `step` trains again, until it is finished."""
@@ -228,25 +218,13 @@ class Collector:
             await self._broker.put_blob(key, blob)
             self.blob_keys.setdefault(step, []).extend([key, names.learner_log_probs(key)])
 
-    async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
-        """Returns the learner's log-probs of the sampled tokens; None where it has stored none."""
-        return await self._mailboxes.learner_log_probs(headers)
-
     # --- a collection
 
     async def dispatch(self, order: Order) -> None:
         """Sends out those of the order's prompts that the broker does not hold yet."""
-        sent = await self._dispatcher.dispatch(order)
+        sent = await self.dispatcher.dispatch(order)
         if 0 < len(sent) < len(order.prompts):
             self._journal.record("redispatch", step=order.step, prompts=sent)
-
-    async def lend(self, order: Order) -> None:
-        """Has servers that answer training prompts answer the order of a validation beside training, too."""
-        await self._dispatcher.lend(order)
-
-    async def discard(self) -> None:
-        """Removes the streams and blobs of a validation beside training."""
-        await self._mailboxes.purge()
 
     async def collect(
         self,
@@ -276,7 +254,7 @@ class Collector:
         await self._take_early(collection)
         while not barrier.closed:
             entries = await self._broker.read_log(
-                self._mailboxes.scored, after=self.position, max_entries=_TAKE, block_s=_BLOCK_S
+                self.mailboxes.scored, after=self.position, max_entries=_TAKE, block_s=_BLOCK_S
             )
             if entries:
                 collection.last_entry = time.monotonic()
@@ -378,17 +356,17 @@ class Collector:
         collection.stand_still(now - began)
         if now - collection.last_entry > _CHECK_S:
             collection.last_entry = now
-            await self._mailboxes.check()
+            await self.mailboxes.check()
             await self._broker.ensure_group(
-                self._dispatcher.stream(collection.order.policy.version), names.ROLLOUT_GROUP
+                self.dispatcher.stream(collection.order.policy.version), names.ROLLOUT_GROUP
             )
             await self._check_under_way(collection)
 
     async def _check_under_way(self, collection: _Collection) -> None:
         """Raises LostDataError if the barrier is open and no further entry can come."""
-        if not await self._mailboxes.idle(*self._dispatcher.streams(collection.order.policy.version)):
+        if not await self.mailboxes.idle(*self.dispatcher.streams(collection.order.policy.version)):
             return
-        scored = self._mailboxes.scored
+        scored = self.mailboxes.scored
         if not await self._broker.read_log(scored, after=self.position, max_entries=1, block_s=0.0):
             raise _lost(collection.barrier)
 

@@ -121,33 +121,6 @@ class Channels:
         self._channels.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Timeouts:
-    """Seconds that calls may take, by what they do."""
-
-    config: RunConfig
-
-    @property
-    def quick(self) -> float:
-        """Calls that are answered at once."""
-        return self.config.service.rpc_timeout_s
-
-    @property
-    def join(self) -> float:
-        """Joining and leaving a weight group."""
-        return self.config.weights.join_timeout_s + _GRACE_S
-
-    @property
-    def push(self) -> float:
-        """A member's part of a push."""
-        return self.config.weights.push_timeout_s + _GRACE_S
-
-    @property
-    def command(self) -> float:
-        """Work of all learner ranks."""
-        return self.config.learner.command_timeout_s
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreedMemory:
     """Bytes that the learner's ranks freed, and whether a whole engine now has room beside them."""
@@ -164,7 +137,10 @@ class _Client:
     """
 
     def __init__(self, config: RunConfig, channels: Channels, gone: Gone | None = None) -> None:
-        self._channels, self._limits, self._gone = channels, _Timeouts(config), gone
+        self._channels, self._gone = channels, gone
+        self._quick_s, self._command_s = config.service.rpc_timeout_s, config.learner.command_timeout_s
+        self._join_s = config.weights.join_timeout_s + _GRACE_S
+        self._push_s = config.weights.push_timeout_s + _GRACE_S
 
     async def _call(
         self,
@@ -186,7 +162,7 @@ class LearnerClient(_Client):
         """Asks for the learner's layouts and for its rendezvous."""
         request = learner_pb2.DescribeLearnerWeightsRequest()
         reply = await self._call(
-            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._limits.quick
+            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._quick_s
         )
         return LearnerWeights(
             layouts=Sharding.from_bytes(reply.sharding),
@@ -198,15 +174,13 @@ class LearnerClient(_Client):
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
         request = learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec)
-        await self._call(
-            member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._limits.join
-        )
+        await self._call(member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._join_s)
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
         request = learner_pb2.PublishWeightsRequest(epoch=epoch, version=version)
         reply = await self._call(
-            member, self._to(member).PublishWeights, request, "PUBLISH", timeout_s=self._limits.push
+            member, self._to(member).PublishWeights, request, "PUBLISH", timeout_s=self._push_s
         )
         receipt = PushReceipt.from_bytes(reply.receipt)
         if len(receipt.reports) != 1:
@@ -219,15 +193,13 @@ class LearnerClient(_Client):
     async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
         """Makes the learner free every rank that waits for the member `lost` in a join or push."""
         request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
-        await self._call(
-            member, self._to(member).AbandonPush, request, "PUBLISH", timeout_s=self._limits.quick
-        )
+        await self._call(member, self._to(member).AbandonPush, request, "PUBLISH", timeout_s=self._quick_s)
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes the learner's ranks leave the weight group."""
         request = learner_pb2.LeaveLearnerGroupRequest(epoch=epoch)
         await self._call(
-            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._limits.join
+            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._join_s
         )
 
     async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> FreedMemory:
@@ -243,14 +215,14 @@ class LearnerClient(_Client):
             parts=[part.value for part in parts], engine_bytes=engine_bytes
         )
         reply = await self._call(
-            member, self._to(member).FreeMemory, request, "TURN", timeout_s=self._limits.quick
+            member, self._to(member).FreeMemory, request, "TURN", timeout_s=self._quick_s
         )
         return FreedMemory(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
         reply = await self._call(
-            member, self._to(member).TrainStep, order_to_proto(order), "LEARN", timeout_s=self._limits.command
+            member, self._to(member).TrainStep, order_to_proto(order), "LEARN", timeout_s=self._command_s
         )
         return result_from_proto(reply)
 
@@ -261,7 +233,7 @@ class LearnerClient(_Client):
             self._to(member).WorkAhead,
             chunk_to_proto(order),
             "COLLECT",
-            timeout_s=self._limits.command,
+            timeout_s=self._command_s,
         )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
@@ -270,7 +242,7 @@ class LearnerClient(_Client):
             step=step, folder=folder, controller_state=controller_state
         )
         reply = await self._call(
-            member, self._to(member).SaveCheckpoint, request, "CHECKPOINT", timeout_s=self._limits.command
+            member, self._to(member).SaveCheckpoint, request, "CHECKPOINT", timeout_s=self._command_s
         )
         return reply.seconds
 
@@ -282,7 +254,7 @@ class LearnerClient(_Client):
         """
         request = learner_pb2.WaitCheckpointRequest(step=step)
         reply = await self._call(
-            member, self._to(member).WaitCheckpoint, request, "CHECKPOINT", timeout_s=self._limits.command
+            member, self._to(member).WaitCheckpoint, request, "CHECKPOINT", timeout_s=self._command_s
         )
         return reply.seconds
 
@@ -290,14 +262,14 @@ class LearnerClient(_Client):
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
         request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
         reply = await self._call(
-            member, self._to(member).LoadCheckpoint, request, "ROLLBACK", timeout_s=self._limits.command
+            member, self._to(member).LoadCheckpoint, request, "ROLLBACK", timeout_s=self._command_s
         )
         return reply.seconds
 
     async def restart(self, member: Member, *, reason: str) -> None:
         """Makes the learner end, so that it is started again and loads its newest checkpoint."""
         request = learner_pb2.RestartRequest(reason=reason)
-        await self._call(member, self._to(member).Restart, request, "FORMING", timeout_s=self._limits.quick)
+        await self._call(member, self._to(member).Restart, request, "FORMING", timeout_s=self._quick_s)
 
     def _to(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
         return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))
@@ -310,50 +282,46 @@ class RolloutClient(_Client):
         """Asks what each rank of a server needs."""
         request = rollout_pb2.DescribeRolloutWeightsRequest()
         reply = await self._call(
-            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._limits.quick
+            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._quick_s
         )
         return tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         """Makes a server's ranks join the group of a packed `WeightGroupSpec`, from rank `rank_offset` on."""
         request = rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset)
-        await self._call(
-            member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._limits.join
-        )
+        await self._call(member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._join_s)
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes a server receive a version; the receipt has one report per rank."""
         request = rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version)
         reply = await self._call(
-            member, self._to(member).ReceiveWeights, request, "PUBLISH", timeout_s=self._limits.push
+            member, self._to(member).ReceiveWeights, request, "PUBLISH", timeout_s=self._push_s
         )
         return PushReceipt.from_bytes(reply.receipt)
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         """Makes a received version the policy that a server samples from."""
         request = rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy))
-        await self._call(member, self._to(member).Commit, request, "COMMIT", timeout_s=self._limits.quick)
+        await self._call(member, self._to(member).Commit, request, "COMMIT", timeout_s=self._quick_s)
 
     async def sleep(self, member: Member) -> int:
         """Makes a server free its engine's GPU memory; returns the most bytes of a GPU freed so far."""
         request = rollout_pb2.SleepRequest()
         reply = await self._call(
-            member, self._to(member).Sleep, request, "TURN", timeout_s=self._limits.quick + _GRACE_S
+            member, self._to(member).Sleep, request, "TURN", timeout_s=self._quick_s + _GRACE_S
         )
         return int(reply.freed_bytes)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         """Makes a server take a part of it again."""
         request = rollout_pb2.WakeRequest(part=part.value)
-        await self._call(
-            member, self._to(member).Wake, request, "TURN", timeout_s=self._limits.quick + _GRACE_S
-        )
+        await self._call(member, self._to(member).Wake, request, "TURN", timeout_s=self._quick_s + _GRACE_S)
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes a server's ranks leave the weight group."""
         request = rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch)
         await self._call(
-            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._limits.join
+            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._join_s
         )
 
     def _to(self, member: Member) -> rollout_pb2_grpc.RolloutServiceStub:

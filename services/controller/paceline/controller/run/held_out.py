@@ -68,7 +68,7 @@ async def measured(
 ) -> dict[str, float]:
     """Saves the answers, journals prompts without answers, and returns the metrics of all sets."""
     names = {i: held_out.of.name for held_out in sets for i in held_out.ids()}
-    await save_trajectories(run, "val", order.step, batch, order.prompts, collector, names)
+    await save_trajectories(run, "val", order.step, batch, order.prompts, collector.mailboxes, names)
     for group in batch.dropped:
         run.journal.record(
             "val_group_dropped",
@@ -86,6 +86,6 @@ async def _finals(collector: Collector, batch: Batch) -> Mapping[TrajectoryId, s
     finals = {}
     for start in range(0, len(batch.samples), _PORTION):
         portion = batch.samples[start : start + _PORTION]
-        for header, text in zip(portion, await collector.texts(portion), strict=True):
+        for header, text in zip(portion, await collector.mailboxes.texts(portion), strict=True):
             finals[header.trajectory_id] = final_answer(text)
     return finals

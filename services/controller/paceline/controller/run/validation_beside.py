@@ -150,7 +150,7 @@ class ValidationBeside(Validation):
         """Removes what the validations of `results` left in the broker; called after the step is finished."""
         ended, self._ended = self._ended, []
         for under_way in ended:
-            await under_way.collector.discard()
+            await under_way.collector.mailboxes.purge()
 
     async def go_on(self) -> None:
         """Goes on with validations of an earlier controller, or of this one before a loss."""
@@ -253,7 +253,7 @@ class ValidationBeside(Validation):
         for place, (prompt_id, prompt) in enumerate(order.prompts.items()):
             shares[place % max(1, own + others) >= own][prompt_id] = prompt
         await collector.dispatch(replace(order, prompts=shares[0]))
-        await collector.lend(replace(order, prompts=shares[1]))
+        await collector.dispatcher.lend(replace(order, prompts=shares[1]))
 
     # --- waiting, and servers that are gone
 
@@ -314,7 +314,7 @@ class ValidationBeside(Validation):
             f"prompts that are left of the validation of step {under_way.step}"
         )
         under_way.is_lent = True
-        await under_way.collector.lend(rest)
+        await under_way.collector.dispatcher.lend(rest)
 
     async def _give_up(self, under_way: _UnderWay, reason: str) -> None:
         await _cancel(under_way.task)
@@ -322,7 +322,7 @@ class ValidationBeside(Validation):
         if self._current is under_way:
             self._current, self._publication.validated = None, None
         self._skip(under_way.step, reason)
-        await under_way.collector.discard()
+        await under_way.collector.mailboxes.purge()
 
 
 async def _cancel(task: asyncio.Task[ValidationResult]) -> None:

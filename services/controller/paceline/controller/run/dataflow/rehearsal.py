@@ -125,6 +125,7 @@ class _StandIns:
 
     def __init__(self, config: RunConfig) -> None:
         self._names = list(config.reward.named_scorers)
+        self.mailboxes = self
         self.sampled: list[str] = []
         self.digests: list[str] = []
         self.num_rows = 0

@@ -228,7 +228,11 @@ class Verbs:
     async def _samples(self, batch: Batch, *, texts: bool) -> ScoredSamples:
         prompts: Mapping[int, Prompt] = self._prompts
         headers = [*batch.samples, *(header for headers in batch.beside.values() for header in headers)]
-        stored = await self._parts.collector.texts(headers, required=True) if texts else [""] * len(headers)
+        stored = (
+            await self._parts.collector.mailboxes.texts(headers, required=True)
+            if texts
+            else [""] * len(headers)
+        )
         made = iter(
             [
                 ScoredSample(
@@ -320,7 +324,9 @@ class Verbs:
             # With a bound the first step of several waits for its samples, and the others do not.
             is_first = parts.run.config.barrier.bound > 0 and self._policy == self._committed
             step_s = None if is_resumed or is_first else time.monotonic() - self._began
-            async with saving_trajectories(parts.run, self.number, batch, self._prompts, parts.collector):
+            async with saving_trajectories(
+                parts.run, self.number, batch, self._prompts, parts.collector.mailboxes
+            ):
                 guarded = await self._judge(result, batch, step_s)
                 batch = replace(batch, gen_s=batch.gen_s + await parts.lookahead.settle())
                 await parts.validation.make_way(self.number)

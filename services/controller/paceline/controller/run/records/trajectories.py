@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.progress import Run
 from paceline.controller.verify.digests import file_digest
 from paceline.core.errors import CheckpointError, GuardError
@@ -25,22 +26,6 @@ _PORTION = 256
 
 _LONG_COLUMNS = ("response", "response_token_ids", "response_log_probs", "learner_log_probs")
 """Columns whose values hardly repeat: dictionaries of them took most of the time of writing a file."""
-
-
-class Stored(Protocol):
-    """The data of samples that the broker holds."""
-
-    async def texts(self, headers: Sequence[ScoredHeader]) -> Sequence[str]:
-        """Returns the texts of the responses."""
-        ...
-
-    async def trajectories(self, headers: Sequence[ScoredHeader]) -> Sequence[Trajectory | None]:
-        """Returns the tokens and log-probs; None where they are gone."""
-        ...
-
-    async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> Sequence[Float32Array | None]:
-        """Returns the learner's log-probs of the sampled tokens; None where it has none."""
-        ...
 
 
 class TrajectoryFile:
@@ -71,7 +56,7 @@ class TrajectoryFile:
         self._with_tokens, self._with_ranges = with_tokens, with_ranges
         self.without_tokens: set[int] = set()
 
-    async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> str:
+    async def write(self, samples: Sequence[ScoredHeader], mailboxes: Mailboxes) -> str:
         """Writes the samples, portion by portion; returns the file's digest."""
         import pyarrow
         import pyarrow.parquet
@@ -89,10 +74,10 @@ class TrajectoryFile:
         with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema, **options) as writer:
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
-                texts = await stored.texts(portion)
+                texts = await mailboxes.texts(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
                 if self._with_tokens:
-                    arrays = await stored.trajectories(portion), await stored.learner_log_probs(portion)
+                    arrays = await mailboxes.trajectories(portion), await mailboxes.learner_log_probs(portion)
                     for row, trajectory, log_probs in zip(rows, *arrays, strict=True):
                         row |= _arrays(trajectory, log_probs)
                         if trajectory is None:
@@ -214,7 +199,7 @@ async def save_trajectories(
     step: int,
     batch: Batch,
     prompts: Mapping[int, Prompt],
-    stored: Stored,
+    mailboxes: Mailboxes,
     sets: Mapping[int, str] | None = None,
 ) -> None:
     """Writes a batch's samples to the run directory and journals it, unless trainer.save_trajectories is off.
@@ -234,7 +219,7 @@ async def save_trajectories(
             with_tokens=with_tokens,
             with_ranges=run.config.pushes_in_flight,
         )
-        digest = await file.write(batch.samples, stored)
+        digest = await file.write(batch.samples, mailboxes)
         gone = {"without_tokens": sorted(file.without_tokens)} if file.without_tokens else {}
         run.journal.record(
             "saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples), **gone
@@ -243,14 +228,14 @@ async def save_trajectories(
 
 @asynccontextmanager
 async def saving_trajectories(
-    run: Run, step: int, batch: Batch, prompts: Mapping[int, Prompt], stored: Stored
+    run: Run, step: int, batch: Batch, prompts: Mapping[int, Prompt], mailboxes: Mailboxes
 ) -> AsyncIterator[None]:
     """Writes a trained batch's samples while the block runs; they are complete when the block ends in order.
 
     They are also written when the guard ends the run, because the last samples show why.
     """
     saving = asyncio.create_task(
-        save_trajectories(run, "step", step, batch, prompts, stored), name="save trajectories"
+        save_trajectories(run, "step", step, batch, prompts, mailboxes), name="save trajectories"
     )
     try:
         try:
