@@ -20,32 +20,26 @@ import numpy as np
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import (
-    DeadlineError,
     FailedStartError,
     InvalidMessageError,
     ModelError,
     PacelineError,
     PeerLostError,
-    WeightSyncError,
 )
 from paceline.core.members import EnginePart, LocalPart
 from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.answers import Reply
-from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
+from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses
+from paceline.rollout.engines.ranked_engine import RankedEngine, merged_receipt, mixed_versions
 from paceline.rollout.engines.sglang import arguments
 from paceline.rollout.engines.sglang.link import Link, died
 from paceline.rollout.engines.sglang.sampler import GREEDY
-from paceline.weights.digest.agreement import DigestReport
-from paceline.weights.geometry.layout import RankLayout
-from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
 
 _START_S: Final = 900.0
-_DESCRIBE_S: Final = 60.0
-_LEAVE_S: Final = 30.0
 _SLEEP_S: Final = 30.0
 _DRAIN_S: Final = 20.0
 _LOOK_S: Final = 0.2
@@ -80,20 +74,16 @@ class _Response:
         return bool(self.token_ids) and self.token_ids[-1] in self.request.sampling.stop_token_ids
 
 
-class SglangEngine(Engine):
+class SglangEngine(RankedEngine):
     """An `Engine` over SGLang's schedulers; made by `start`. `engines/base.py` says what each promises."""
 
     def __init__(self, config: RunConfig) -> None:
+        super().__init__(EngineProcesses())
         self._config = config
         self._link: Link | None = Link(self._take)
-        self._processes = EngineProcesses()
         self._responses: dict[str, _Response] = {}
         self._names = itertools.count()
         self._facts: Reply = {}
-        self._unusable: PeerLostError | None = None
-        self._asleep: set[EnginePart] = set()
-        self._is_paused = False
-        self._freed_bytes = 0
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
@@ -140,45 +130,24 @@ class SglangEngine(Engine):
         """Tokens that fit into the KV cache."""
         return int(self._facts["kv_cache_tokens"])
 
-    async def describe(self) -> tuple[RankLayout, ...]:
-        """Which part of which checkpoint tensor each rank needs, by rank."""
-        replies = await self._call("paceline_describe", timeout_s=_DESCRIBE_S)
-        return tuple(RankLayout.from_bytes(reply["layout"]) for reply in replies)
-
-    async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
-        """All ranks join the group, rank 0 as group rank `rank_offset`."""
-        await self._call("paceline_join", spec.to_bytes(), rank_offset, timeout_s, timeout_s=timeout_s)
-
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Receives one push; forgets cached prefixes."""
         await self._settled()
-        replies = await self._call("paceline_receive", version, timeout_s, timeout_s=timeout_s)
+        replies = await self.call_workers("paceline_receive", (version, timeout_s), timeout_s)
         if not self._is_paused and not all(reply["idle"] for reply in replies):
-            raise WeightSyncError(
-                f"version {version} arrived while requests were running: they would mix it with cached keys "
-                "and values of the old weights. Abort them before a push"
-            )
-        return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])
+            raise mixed_versions(version)
+        return merged_receipt(replies)
 
     async def pause(self, *, recompute: bool) -> None:
         """Lets SGLang schedule no further step."""
-        await self._call("paceline_pause", recompute, timeout_s=_SLEEP_S)
+        await self._ordered("paceline_pause", recompute)
         self._is_paused = True
 
     async def resume(self) -> None:
         """Has SGLang schedule steps again."""
         if self._is_paused:
-            await self._call("paceline_resume", timeout_s=_SLEEP_S)
+            await self._ordered("paceline_resume")
             self._is_paused = False
-
-    async def digest(self, version: int) -> tuple[DigestReport, ...]:
-        """The digest of what lies in the parameters now, one report per rank."""
-        replies = await self._call("paceline_digest", version, timeout_s=_DESCRIBE_S)
-        return tuple(DigestReport.from_bytes(reply["digests"]) for reply in replies)
-
-    async def leave(self) -> None:
-        """All ranks leave the group."""
-        await self._call("paceline_leave", timeout_s=_LEAVE_S)
 
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
@@ -330,16 +299,14 @@ class SglangEngine(Engine):
             self._asleep.remove(part)
 
     async def _ordered(self, method: str, *args: Any) -> list[Reply]:
-        return await self._call(method, *args, timeout_s=_SLEEP_S)
+        return await self.call_workers(method, args, _SLEEP_S)
 
-    async def _call(self, method: str, *args: Any, timeout_s: float) -> list[Reply]:
-        try:
-            return await self._alive().call(method, *args, timeout_s=timeout_s)
-        except (DeadlineError, PeerLostError) as error:
-            if error.peer is LocalPart.ENGINE:
-                self._unusable = PeerLostError(str(error), peer=LocalPart.ENGINE)
-                self._end_all(self._unusable)
-            raise
+    async def _answers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
+        return await self._alive().call(method, *args, timeout_s=timeout_s)
+
+    def _give_up(self, error: PeerLostError) -> PeerLostError:
+        self._end_all(error)
+        return super()._give_up(error)
 
     def _alive(self) -> Link:
         if self._unusable is not None:
@@ -352,8 +319,7 @@ class SglangEngine(Engine):
         """Ends all requests with an error when a process of the engine has ended."""
         while (link := self._link) is not None:
             if link.ended:
-                self._unusable = self._unusable or died(link.ended)
-                self._end_all(self._unusable)
+                self._give_up(self._unusable or died(link.ended))
                 return
             await asyncio.sleep(_LOOK_S)
 
@@ -366,16 +332,8 @@ class SglangEngine(Engine):
         """Raises PeerLostError if the engine has died, hangs, or can never be pushed into again."""
         link = self._alive()
         if link.ended:
-            self._unusable = died(link.ended)
-        elif stopped := self._processes.stopped(time.monotonic()):
-            self._unusable = PeerLostError(
-                f"process {stopped} of the inference engine is stopped, as by SIGSTOP, and nobody continues "
-                "it; the engine must be restarted",
-                peer=LocalPart.ENGINE,
-            )
-        if self._unusable is not None:
-            self._end_all(self._unusable)
-            raise self._unusable
+            raise self._give_up(died(link.ended))
+        self._check_running()
 
     async def shutdown(self) -> None:
         """Ends every process of the engine."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import EnginePart, LocalPart
 from paceline.rollout.engines.answers import Reply
-from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
+from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
+from paceline.rollout.engines.ranked_engine import DESCRIBE_S, RankedEngine, merged_receipt, mixed_versions
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.sampling.log_probs import Fetched, LogProbs, Versions
@@ -28,17 +29,12 @@ from paceline.rollout.engines.vllm.sampling.under_way import UnderWay
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
 from paceline.rollout.engines.vllm.start.startup import build, built, in_daemon, prepare
-from paceline.weights.digest.agreement import DigestReport
-from paceline.weights.geometry.layout import RankLayout
-from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
 
-_DESCRIBE_S = 60.0
 # The engine answers between two of its steps; one with long prompts takes seconds on a CPU.
 _FETCH_S = 60.0
-_LEAVE_S = 30.0
 _SLEEP_S = 30.0
 # vLLM's second level keeps neither weights nor cache; the first would copy the weights to the host.
 _SLEEP_LEVEL = 2
@@ -46,18 +42,15 @@ _SHUTDOWN_S = 3
 _WORKER_END_S = 0.5
 
 
-class VllmEngine(Engine):
+class VllmEngine(RankedEngine):
     """An `Engine` over AsyncLLM; made by `start`. Each method's promise is in `engines/base.py`."""
 
     def __init__(self, llm: Any, processes: EngineProcesses, *, has_tower: bool = False) -> None:
-        self._llm, self._processes, self._has_tower = llm, processes, has_tower
+        super().__init__(processes)
+        self._llm, self._has_tower = llm, has_tower
         self._images = vision.ImageSender()
         self._log_probs: LogProbs | None = None
         self._under_way = UnderWay(self._state_of, self._read_log_probs)
-        self._unusable: PeerLostError | None = None
-        self._asleep: set[EnginePart] = set()
-        self._is_paused = False
-        self._freed_bytes = 0
 
     @classmethod
     async def start(
@@ -106,7 +99,7 @@ class VllmEngine(Engine):
             replies = await self.call_workers("paceline_take_log_probs", args, _FETCH_S)
             return bytes(replies[0]["log_probs"]), replies[0]["versions"]
 
-        await self.call_workers("paceline_batch_draws", (), _DESCRIBE_S)
+        await self.call_workers("paceline_batch_draws", (), DESCRIBE_S)
         self._log_probs = LogProbs(fetch)
 
     def _state_of(self, internal_id: str) -> Any:
@@ -129,20 +122,11 @@ class VllmEngine(Engine):
         cache = self._llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
-    async def describe(self) -> tuple[RankLayout, ...]:
-        """Returns which part of which checkpoint tensor each TP rank needs, by rank."""
-        replies = await self.call_workers("paceline_describe", (), _DESCRIBE_S)
-        return tuple(RankLayout.from_bytes(reply["layout"]) for reply in replies)
-
-    async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
-        """Makes all TP ranks join the group, TP rank 0 as group rank `rank_offset`."""
-        await self.call_workers("paceline_join", (spec.to_bytes(), rank_offset, timeout_s), timeout_s)
-
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Receives one push; forgets cached prefixes, and what the vision tower made of images."""
         args = (version, timeout_s, self._is_paused)
         if self._is_paused:
-            return _merged(await self.call_workers("paceline_receive", args, timeout_s))
+            return merged_receipt(await self.call_workers("paceline_receive", args, timeout_s))
         # Both orders are sent together and executed in turn, so the engine need not wait for the second.
         receiving = asyncio.create_task(self.call_workers("paceline_receive", args, timeout_s))
         resetting = asyncio.create_task(self._reset_caches())
@@ -154,11 +138,8 @@ class VllmEngine(Engine):
             resetting.cancel()
             await asyncio.gather(receiving, resetting, return_exceptions=True)
         if not idle:
-            raise WeightSyncError(
-                f"version {version} arrived while requests were running: they would mix it with cached keys "
-                "and values of the old weights. Abort them before a push"
-            )
-        return _merged(replies)
+            raise mixed_versions(version)
+        return merged_receipt(replies)
 
     async def pause(self, *, recompute: bool) -> None:
         """Lets vLLM end its step, and schedule no other."""
@@ -178,26 +159,8 @@ class VllmEngine(Engine):
         idle: bool = await self._llm.reset_prefix_cache()
         return idle
 
-    async def digest(self, version: int) -> tuple[DigestReport, ...]:
-        """Returns the digest of what lies in the parameters now, one report per TP rank."""
-        replies = await self.call_workers("paceline_digest", (version,), _DESCRIBE_S)
-        return tuple(DigestReport.from_bytes(reply["digests"]) for reply in replies)
-
-    async def leave(self) -> None:
-        """Makes all TP ranks leave the group."""
-        await self.call_workers("paceline_leave", (), _LEAVE_S)
-
-    async def call_workers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
-        """Calls a method of the worker extension on every TP rank; see `calls.call_workers`.
-
-        An engine that does not answer, or whose loader is broken, is of no more use: `check_health` says so.
-        """
-        try:
-            return await calls.call_workers(self._llm, method, args, timeout_s)
-        except (DeadlineError, PeerLostError) as error:
-            if error.peer is LocalPart.ENGINE:
-                self._unusable = PeerLostError(str(error), peer=LocalPart.ENGINE)
-            raise
+    async def _answers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
+        return await calls.call_workers(self._llm, method, args, timeout_s)
 
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
@@ -260,7 +223,7 @@ class VllmEngine(Engine):
 
     async def _free_bytes(self) -> list[int]:
         """Returns the free bytes of every TP rank's GPU."""
-        replies = await self.call_workers("paceline_free_bytes", (), _DESCRIBE_S)
+        replies = await self.call_workers("paceline_free_bytes", (), DESCRIBE_S)
         return [int(reply["free_bytes"]) for reply in replies]
 
     async def wake(self, part: EnginePart) -> None:
@@ -273,7 +236,7 @@ class VllmEngine(Engine):
         try:
             await calls.answered(self._llm, call, what, _SLEEP_S)
         except DeadlineError as error:
-            self._unusable = PeerLostError(str(error), peer=LocalPart.ENGINE)
+            self._give_up(PeerLostError(str(error), peer=LocalPart.ENGINE))
             raise
 
     async def check_health(self) -> None:
@@ -282,13 +245,7 @@ class VllmEngine(Engine):
             raise self._unusable
         if self._llm is None or self._llm.errored:
             raise calls.engine_died()
-        if stopped := self._processes.stopped(time.monotonic()):
-            self._unusable = PeerLostError(
-                f"process {stopped} of the inference engine is stopped, as by SIGSTOP, and nobody continues "
-                "it; the engine must be restarted",
-                peer=LocalPart.ENGINE,
-            )
-            raise self._unusable
+        self._check_running()
 
     async def shutdown(self) -> None:
         """Ends every process of the engine, within a few seconds."""
@@ -312,7 +269,3 @@ class VllmEngine(Engine):
         del llm
         gc.unfreeze()
         gc.collect()
-
-
-def _merged(replies: Sequence[Reply]) -> PushReceipt:
-    return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])
