@@ -269,7 +269,10 @@ async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
         return await subject.take(request_id, start, count)
 
     results = await asyncio.gather(
-        subject.take("first", 10, 2), late("second", 20, 3), late("third", 30, 1), subject.take("none", 0, 0)
+        subject.take("first", 10, 2),
+        late("second", 20, 3),
+        late("third", 30, 1),
+        subject.take("none", 0, 0),
     )
     assert [list(told) for _, told in results] == [[(0, 7)], [(0, 7)], [(0, 7)], []]
     assert [result.tolist() for result, _ in results] == [[10, 11], [20, 21, 22], [30], []]
@@ -345,7 +348,7 @@ def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
             drawn[name].append(tokens[row])
             assert temperature or tokens[row] == int(logits[row].argmax())
         runner.seq_lens += 1
-    taken = subject.take(ids, [prompt] * 4, [5] * 4).view(4, 5)
+    taken = subject.places.take(ids, [prompt] * 4, [5] * 4).view(4, 5)
     torch.testing.assert_close(taken, torch.tensor([expected[name] for name in ids]), atol=1e-6, rtol=0)
     assert len({tuple(tokens) for tokens in drawn.values()}) == 4
 
@@ -397,7 +400,7 @@ def test_the_second_model_runner_draws_the_same_tokens(monkeypatch: pytest.Monke
     output = subject(logits, batch(["b", "a"], 3))
     assert output.sampled_token_ids.tolist() == expected.unsqueeze(-1).tolist()
     assert output.num_sampled.tolist() == [1, 1]
-    taken = subject.take(["b", "a"], [3, 3], [1, 1])
+    taken = subject.places.take(["b", "a"], [3, 3], [1, 1])
     torch.testing.assert_close(taken, logits.log_softmax(-1).gather(-1, expected.unsqueeze(-1)).squeeze(-1))
     assert subject(logits, batch(["a", "foreign"], 3)) == "the engine's own"
 

@@ -25,7 +25,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
-    "paceline.show.live.watched_view:WatchedView.next_step: self._finished.wait": "bounded by its caller",
+    "paceline.show.live.wrapping_views:WatchedView.next_step: self._finished.wait": "bounded by its caller",
     "paceline.chaos.conduct:conduct: await running": _LIFETIME,
     "paceline.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
     "paceline.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",

@@ -10,8 +10,8 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.cards import CARDS
 from paceline.models.model_shape import ModelShape
-from paceline.show.live.expecting_view import ExpectingView
 from paceline.show.live.view import Metrics
+from paceline.show.live.wrapping_views import ExpectingView
 from paceline.sizing.expectation import Expectation
 from paceline.sizing.machine import Machine
 from support.timed_steps import SHAPES, TIMED, write_project

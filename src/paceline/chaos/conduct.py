@@ -30,7 +30,7 @@ from paceline.launch.planning import plan
 from paceline.launch.planning.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
 from paceline.show.live.view import View
-from paceline.show.live.watched_view import WatchedView
+from paceline.show.live.wrapping_views import WatchedView
 
 log = logging.getLogger(__name__)
 

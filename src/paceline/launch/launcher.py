@@ -47,7 +47,7 @@ from paceline.service.process import BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
 from paceline.show.live.follow import follow
 from paceline.show.live.view import View
-from paceline.show.live.watched_view import WatchedView
+from paceline.show.live.wrapping_views import WatchedView
 from paceline.sizing.machine import Machine, free_port
 
 if TYPE_CHECKING:

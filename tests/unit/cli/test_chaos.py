@@ -27,7 +27,7 @@ from paceline.rpc.v1 import controller_pb2
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.run_dir import RunNote
 from paceline.show.live.view import PlainView
-from paceline.show.live.watched_view import WatchedView
+from paceline.show.live.wrapping_views import WatchedView
 from support.cli_configs import config
 from support.fake_controller import FakeController, serve
 

@@ -24,9 +24,9 @@ from paceline.runs import run_dir as run_dirs
 from paceline.service.grpc.server import check_port
 from paceline.service.observability.logs import LineHandler
 from paceline.service.process import die_with_parent
-from paceline.show.live.expecting_view import ExpectingView
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import JsonView, PlainView, View
+from paceline.show.live.wrapping_views import ExpectingView
 from paceline.show.report.summary import closing_lines
 from paceline.show.trackers.sink import Sink, TrackingView
 from paceline.show.ui.serve import Listen, add_listen, serving

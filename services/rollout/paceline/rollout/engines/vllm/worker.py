@@ -165,7 +165,7 @@ class PacelineWorkerExtension:
         receipt = self._paceline_receiver().receive(version, timeout_s)
         sampler = self.model_runner.sampler
         if isinstance(sampler, BatchedSampler):
-            sampler.begin_version(version, mid_answer=is_paused)
+            sampler.places.begin_version(version, mid_answer=is_paused)
         return {"receipt": receipt.to_bytes()}
 
     @_answering
@@ -190,10 +190,10 @@ class PacelineWorkerExtension:
         self, ids: list[str], starts: list[int], counts: list[int], aborted: list[str]
     ) -> Reply:
         """Returns the log-probabilities of ended samples, from TP rank 0; all ranks forget them."""
-        sampler = self.model_runner.sampler
-        versions = sampler.versions(ids, starts, counts)
-        values = sampler.take(ids, starts, counts)
-        sampler.forget(aborted)
+        places = self.model_runner.sampler.places
+        versions = places.versions(ids, starts, counts)
+        values = places.take(ids, starts, counts)
+        places.forget(aborted)
         return {"log_probs": values.numpy().tobytes(), "versions": versions} if self.rank == 0 else {}
 
     @_answering
@@ -202,12 +202,12 @@ class PacelineWorkerExtension:
 
         Requests that have ended and were taken meanwhile are left out; `known` says which are not.
         """
-        sampler = self.model_runner.sampler
-        known = [sampler.knows(request_id) for request_id in ids]
+        places = self.model_runner.sampler.places
+        known = [places.knows(request_id) for request_id in ids]
         wanted = [
             [x for x, is_known in zip(part, known, strict=True) if is_known] for part in (ids, starts, counts)
         ]
-        versions, values = sampler.versions(*wanted), sampler.read(*wanted)
+        versions, values = places.versions(*wanted), places.read(*wanted)
         if self.rank != 0:
             return {}
         return {"log_probs": values.numpy().tobytes(), "versions": versions, "known": known}

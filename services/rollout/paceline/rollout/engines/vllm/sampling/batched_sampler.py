@@ -77,11 +77,14 @@ class BatchedSampler(abc.ABC):
 
     Args:
         runner: vLLM's model runner, whose sampler this replaces.
+
+    Attributes:
+        places: the random numbers and log-probabilities of the requests.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._engines = runner, runner.sampler
-        self._places = Places(
+        self.places = Places(
             _ROWS_PER_SEQUENCE * runner.max_num_reqs,
             runner.max_model_len + 1,
             runner.device,
@@ -91,32 +94,6 @@ class BatchedSampler(abc.ABC):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engines, name)
-
-    def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Takes places as `Places.take` does."""
-        return self._places.take(request_ids, starts, counts)
-
-    def read(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Reads places as `Places.read` does."""
-        return self._places.read(request_ids, starts, counts)
-
-    def knows(self, request_id: str) -> bool:
-        """Knows a request as `Places.knows` does."""
-        return self._places.knows(request_id)
-
-    def versions(
-        self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
-    ) -> list[list[tuple[int, int]]]:
-        """Tells versions as `Places.versions` does."""
-        return self._places.versions(request_ids, starts, counts)
-
-    def begin_version(self, version: int, *, mid_answer: bool) -> None:
-        """Notes new weights as `Places.begin_version` does."""
-        self._places.begin_version(version, mid_answer=mid_answer)
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests as `Places.forget` does."""
-        self._places.forget(request_ids)
 
     @abc.abstractmethod
     def _is_running(self, request_id: str) -> bool:
@@ -136,7 +113,7 @@ class BatchedSampler(abc.ABC):
             (given.extra_args or {}).get(SEED) if given is not None else None for given in params
         ]
         if None not in seeds:
-            rows = self._places.rows_of(dict(zip(ids, seeds, strict=True)))
+            rows = self.places.rows_of(dict(zip(ids, seeds, strict=True)))
             divisors = torch.tensor([given.temperature or 1.0 for given in params], dtype=torch.float32)
             greedy = torch.tensor([not given.temperature for given in params], dtype=torch.uint8)
             self._rows = Rows(
@@ -154,7 +131,7 @@ class BatchedSampler(abc.ABC):
         Args:
             positions: (B,): the number of tokens before each token.
         """
-        numbers, log_probs = self._places.numbers, self._places.log_probs
+        numbers, log_probs = self.places.numbers, self.places.log_probs
         # Only validation draws from a part of the tokens, so the kernels do not support it.
         if logits.is_cuda and rows.truncation is None:
             from paceline.rollout.engines.sampling.draw_kernels import draw_into

@@ -1,10 +1,11 @@
-"""A view that records the run's position and the end of each step."""
+"""Views around another one: one records where the run is, one compares the first steps with the estimate."""
 
 from __future__ import annotations
 
 import asyncio
 
 from paceline.show.live.view import Metrics, View
+from paceline.sizing.expectation import Expectation
 
 # The phase in which a training step begins.
 _FIRST_PHASE = "dispatch"
@@ -22,6 +23,8 @@ class WatchedView:
 
     def __init__(self, view: View) -> None:
         self._view = view
+        self.milestone, self.notice, self.pulse = view.milestone, view.notice, view.pulse
+        self.validation, self.close = view.validation, view.close
         self.now_step, self.now_phase = 0, "start"
         self.finished, self.trains, self.has_answers = -1, False, False
         self._finished = asyncio.Event()
@@ -29,10 +32,6 @@ class WatchedView:
     async def next_step(self) -> None:
         """Waits until another step is finished; a step repeated after a rewind does not count."""
         await self._finished.wait()
-
-    def milestone(self, text: str) -> None:
-        """Passes the milestone on to the view."""
-        self._view.milestone(text)
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
         """Notes where the run is."""
@@ -48,18 +47,21 @@ class WatchedView:
         self._finished = asyncio.Event()
         self._view.step(step, metrics)
 
-    def notice(self, text: str) -> None:
-        """Passes the notice on to the view."""
-        self._view.notice(text)
 
-    def pulse(self) -> None:
-        """Passes the pulse on to the view."""
-        self._view.pulse()
+class ExpectingView:
+    """Wraps a view and adds a notice after the first warm steps.
 
-    def validation(self, step: int, metrics: Metrics) -> None:
-        """Passes the validation on to the view."""
-        self._view.validation(step, metrics)
+    Args:
+        expectation: expectation of the run's steps.
+    """
 
-    def close(self) -> None:
-        """Passes the end on to the view."""
-        self._view.close()
+    def __init__(self, view: View, expectation: Expectation) -> None:
+        self._view, self._expectation = view, expectation
+        self.milestone, self.phase, self.notice = view.milestone, view.phase, view.notice
+        self.pulse, self.close, self.validation = view.pulse, view.close, view.validation
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Shows a step; after the last of the first warm steps also the comparison."""
+        self._view.step(step, metrics)
+        if sentence := self._expectation.step(metrics):
+            self._view.notice(sentence)
