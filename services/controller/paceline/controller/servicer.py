@@ -7,8 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import grpc
-
 from paceline.controller.fleet.clients import is_serving
 from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.fleet.supervisor import Supervisor
@@ -19,7 +17,8 @@ from paceline.core.errors import ConfigError, InvalidMessageError
 from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.core.text import one_line
-from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
+from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service.grpc.errors import clip
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.folder import Folder
@@ -74,9 +73,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         """Makes the answers to heartbeats tell members to leave."""
         self._over.set()
 
-    async def Register(
-        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.RegisterResponse:
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Adds a member to the fleet and returns all that it needs to know of the run."""
         kind = member_kind_from_proto(request.kind)
         if not request.member_id or not request.incarnation:
@@ -114,7 +111,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         policy = self._progress.policy
         is_learner = kind is MemberKind.LEARNER
         folders = await asyncio.to_thread(self._checkpoints) if is_learner else ()
-        return controller_pb2.RegisterResponse(
+        return pb.RegisterResponse(
             run_id=self._run.id,
             run_dir=str(self._run.dir),
             config_json=self._config_json,
@@ -128,7 +125,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             hold=not self._may_start(request.member_id),
         )
 
-    async def _refuse_second_holder(self, request: controller_pb2.RegisterRequest) -> None:
+    async def _refuse_second_holder(self, request: pb.RegisterRequest) -> None:
         """Refuses a second process with the id of a working member.
 
         If the member was restarted, its old address no longer answers, or is the same as the new one.
@@ -156,13 +153,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             self._run.events.notice(message)
             raise ConfigError(message)
 
-    async def Heartbeat(
-        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.HeartbeatResponse:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Notes that a member is alive, and tells it what to do."""
         member = self._supervisor.fleet.get(request.member_id)
         if member is None:
-            return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
+            return pb.HeartbeatResponse(known=False, run_over=self._over.is_set())
         if request.notice:
             self._run.events.notice(f"{request.member_id}: {one_line(request.notice)}")
         # A member that reports why it ends may no longer have a state.
@@ -180,7 +175,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         await self._supervisor.apply(changes)
         if known and request.HasField("usage"):
             self._supervisor.usage.note(member, usage_from_proto(request.usage))
-        return controller_pb2.HeartbeatResponse(
+        return pb.HeartbeatResponse(
             known=known,
             run_over=self._over.is_set(),
             drain=known and member.is_draining and self._progress.phase not in _PUSHING,
@@ -197,38 +192,30 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         member = self._supervisor.fleet.get(member_id)
         return member is None or self._turns.may_start(member)
 
-    async def Drain(
-        self, request: controller_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Tells a member with its next heartbeat to finish its work and leave."""
         self._supervisor.drain(request.member_id)
-        return controller_pb2.DrainResponse()
+        return pb.DrainResponse()
 
-    async def Leave(
-        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.LeaveResponse:
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         """Notes that a member leaves."""
         await self._supervisor.apply(
             self._supervisor.fleet.leave(request.member_id, request.incarnation, clip(request.reason))
         )
-        return controller_pb2.LeaveResponse()
+        return pb.LeaveResponse()
 
-    async def ReportEnd(
-        self, request: controller_pb2.ReportEndRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.ReportEndResponse:
+    async def ReportEnd(self, request: pb.ReportEndRequest, context: Any) -> pb.ReportEndResponse:
         """Notes that a member's processes have ended, as reported by the program that started them."""
         await self._supervisor.apply(
             self._supervisor.fleet.ended(request.member_id, request.incarnations, clip(request.reason))
         )
-        return controller_pb2.ReportEndResponse()
+        return pb.ReportEndResponse()
 
-    async def GetStatus(
-        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """Returns what the run is doing now."""
         progress, now = self._progress, time.monotonic()
         members = [
-            controller_pb2.MemberStatus(
+            pb.MemberStatus(
                 member_id=member.member_id,
                 kind=member_kind_to_proto(member.kind),
                 state=_status_word(member),
@@ -240,7 +227,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             )
             for member in self._supervisor.fleet.members()
         ]
-        return controller_pb2.GetStatusResponse(
+        return pb.GetStatusResponse(
             run_id=self._run.id,
             run_dir=str(self._run.dir),
             step=progress.step,
@@ -254,27 +241,21 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             trajectories_wanted=progress.wanted,
         )
 
-    async def Watch(
-        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[controller_pb2.WatchEvent]:
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         """Yields events until the run ends."""
         async for event in self._run.events.follow(request.from_step):
             yield run_event_to_proto(event)
 
-    async def StopRun(
-        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.StopRunResponse:
+    async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         """Requests an orderly end of the run, at once or after the step in progress."""
         reason = clip(request.reason) or "asked to stop"
         if request.after_step:
             self._progress.stop_reason = reason
         else:
             self._stop(reason)
-        return controller_pb2.StopRunResponse()
+        return pb.StopRunResponse()
 
-    async def SetRates(
-        self, request: controller_pb2.SetRatesRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controller_pb2.SetRatesResponse:
+    async def SetRates(self, request: pb.SetRatesRequest, context: Any) -> pb.SetRatesResponse:
         """Scales the learning rates of the steps that begin from now on."""
         if not 0 <= request.lr_scale <= _MAX_LR_SCALE:
             raise ConfigError(
@@ -282,10 +263,10 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 "configured learning rate"
             )
         self._progress.lr_scale = request.lr_scale
-        return controller_pb2.SetRatesResponse(from_step=self._progress.step + 1)
+        return pb.SetRatesResponse(from_step=self._progress.step + 1)
 
 
-def _check_names(request: controller_pb2.RegisterRequest) -> None:
+def _check_names(request: pb.RegisterRequest) -> None:
     """Refuses names that journal, status and log cannot show."""
     for field in ("member_id", "incarnation", "address"):
         name = getattr(request, field)
@@ -297,7 +278,7 @@ def _check_names(request: controller_pb2.RegisterRequest) -> None:
             )
 
 
-def _policy_of(request: controller_pb2.RegisterRequest | controller_pb2.HeartbeatRequest) -> PolicyTag | None:
+def _policy_of(request: pb.RegisterRequest | pb.HeartbeatRequest) -> PolicyTag | None:
     """Returns the policy that a member holds; a learner's has no digest until it is published."""
     return policy_tag_from_proto(request.policy) if request.HasField("policy") else None
 

@@ -24,7 +24,8 @@ from paceline.learner import commands
 from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.distributed.engine_memory import ReleasedMemory
-from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
+from paceline.rpc.v1 import learner_pb2 as pb
+from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service.observability import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
@@ -96,8 +97,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         return self._restart_reason
 
     async def DescribeWeights(
-        self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
-    ) -> learner_pb2.DescribeLearnerWeightsResponse:
+        self, request: pb.DescribeLearnerWeightsRequest, context: Any
+    ) -> pb.DescribeLearnerWeightsResponse:
         """Reports the layouts of the ranks and the address of the weight group's rendezvous.
 
         A controller dissolves its group before it forms another. So an existing group belongs to a dead
@@ -108,7 +109,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             await self._abandon(epoch, "the controller that formed the group")
         description: Description = await self._run(commands.DESCRIBE, {})
         self._store = description.store_host, description.store_port
-        return learner_pb2.DescribeLearnerWeightsResponse(
+        return pb.DescribeLearnerWeightsResponse(
             sharding=description.sharding,
             store_host=description.store_host,
             store_port=description.store_port,
@@ -116,16 +117,16 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         )
 
     async def JoinWeightGroup(
-        self, request: learner_pb2.JoinLearnerGroupRequest, context: Any
-    ) -> learner_pb2.JoinLearnerGroupResponse:
+        self, request: pb.JoinLearnerGroupRequest, context: Any
+    ) -> pb.JoinLearnerGroupResponse:
         """Joins the weight group of the rollout servers."""
         self._epoch = request.epoch
         await self._run(commands.JOIN, {"spec": request.spec})
-        return learner_pb2.JoinLearnerGroupResponse()
+        return pb.JoinLearnerGroupResponse()
 
     async def PublishWeights(
-        self, request: learner_pb2.PublishWeightsRequest, context: Any
-    ) -> learner_pb2.PublishWeightsResponse:
+        self, request: pb.PublishWeightsRequest, context: Any
+    ) -> pb.PublishWeightsResponse:
         """Sends the learner's weights to the group."""
         if request.epoch != self._epoch:
             raise VersionMismatchError(
@@ -137,35 +138,29 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         )
         digest = format_digest(model_digest(receipt.reports))
         self._policy = PolicyTag(version=receipt.version, digest=digest)
-        return learner_pb2.PublishWeightsResponse(receipt=receipt.to_bytes())
+        return pb.PublishWeightsResponse(receipt=receipt.to_bytes())
 
     async def LeaveWeightGroup(
-        self, request: learner_pb2.LeaveLearnerGroupRequest, context: Any
-    ) -> learner_pb2.LeaveLearnerGroupResponse:
+        self, request: pb.LeaveLearnerGroupRequest, context: Any
+    ) -> pb.LeaveLearnerGroupResponse:
         """Leaves an epoch's weight group, if the learner is in it."""
         if request.epoch == self._epoch:
             self._epoch = None
             await self._run(commands.LEAVE, {})
-        return learner_pb2.LeaveLearnerGroupResponse()
+        return pb.LeaveLearnerGroupResponse()
 
-    async def FreeMemory(
-        self, request: learner_pb2.FreeMemoryRequest, context: Any
-    ) -> learner_pb2.FreeMemoryResponse:
+    async def FreeMemory(self, request: pb.FreeMemoryRequest, context: Any) -> pb.FreeMemoryResponse:
         """Frees cached GPU memory that engines need; a step in progress finishes first."""
         arguments = {"parts": list(request.parts), "engine_bytes": request.engine_bytes}
         made: ReleasedMemory = await self._run(commands.FREE, arguments)
-        return learner_pb2.FreeMemoryResponse(freed_bytes=made.freed_bytes, has_room=made.has_room)
+        return pb.FreeMemoryResponse(freed_bytes=made.freed_bytes, has_room=made.has_room)
 
-    async def AbandonPush(
-        self, request: learner_pb2.AbandonPushRequest, context: Any
-    ) -> learner_pb2.AbandonPushResponse:
+    async def AbandonPush(self, request: pb.AbandonPushRequest, context: Any) -> pb.AbandonPushResponse:
         """Releases ranks that wait for a lost member; bypasses the queue, whose thread may wait, too."""
         await self._abandon(request.epoch, request.lost)
-        return learner_pb2.AbandonPushResponse()
+        return pb.AbandonPushResponse()
 
-    async def TrainStep(
-        self, request: learner_pb2.TrainStepRequest, context: Any
-    ) -> learner_pb2.TrainStepResponse:
+    async def TrainStep(self, request: pb.TrainStepRequest, context: Any) -> pb.TrainStepResponse:
         """Trains a step; a repeated call with the same digest gets the first result.
 
         The step continues if the caller gives up or reaches its deadline, because it will ask again. Only the
@@ -190,9 +185,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             training = self._training = _Training(step=request.step, digest=request.digest, task=task)
         return result_to_proto(await self._within_deadline(commands.TRAIN, training.task))
 
-    async def WorkAhead(
-        self, request: learner_pb2.WorkAheadRequest, context: Any
-    ) -> learner_pb2.WorkAheadResponse:
+    async def WorkAhead(self, request: pb.WorkAheadRequest, context: Any) -> pb.WorkAheadResponse:
         """Computes ahead for a chunk of the next step; continues if the caller gives up.
 
         Raises:
@@ -203,11 +196,11 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         arguments: dict[str, object] = {"order": request.SerializeToString()}
         with telemetry.span("learner.work_ahead", attributes=attributes):
             await self._run(commands.AHEAD, arguments, LearnerState.TRAINING)
-        return learner_pb2.WorkAheadResponse()
+        return pb.WorkAheadResponse()
 
     async def SaveCheckpoint(
-        self, request: learner_pb2.SaveCheckpointRequest, context: Any
-    ) -> learner_pb2.SaveCheckpointResponse:
+        self, request: pb.SaveCheckpointRequest, context: Any
+    ) -> pb.SaveCheckpointResponse:
         """Begins to write a checkpoint; `WaitCheckpoint` waits for its end."""
         arguments = {
             "step": request.step,
@@ -217,11 +210,11 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         began = time.monotonic()
         written: Future[float] = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
         self._saved = request.step, written
-        return learner_pb2.SaveCheckpointResponse(seconds=time.monotonic() - began)
+        return pb.SaveCheckpointResponse(seconds=time.monotonic() - began)
 
     async def WaitCheckpoint(
-        self, request: learner_pb2.WaitCheckpointRequest, context: Any
-    ) -> learner_pb2.WaitCheckpointResponse:
+        self, request: pb.WaitCheckpointRequest, context: Any
+    ) -> pb.WaitCheckpointResponse:
         """Waits until the last saved checkpoint is complete.
 
         Raises:
@@ -234,24 +227,24 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 "save it again"
             )
         seconds = await self._within_deadline(commands.SAVE, asyncio.wrap_future(written))
-        return learner_pb2.WaitCheckpointResponse(seconds=seconds)
+        return pb.WaitCheckpointResponse(seconds=seconds)
 
     async def LoadCheckpoint(
-        self, request: learner_pb2.LoadCheckpointRequest, context: Any
-    ) -> learner_pb2.LoadCheckpointResponse:
+        self, request: pb.LoadCheckpointRequest, context: Any
+    ) -> pb.LoadCheckpointResponse:
         """Rolls back to a checkpoint of this run."""
         began = time.monotonic()
         arguments = {"folder": request.folder, "version": request.version}
         await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
-        return learner_pb2.LoadCheckpointResponse(seconds=time.monotonic() - began)
+        return pb.LoadCheckpointResponse(seconds=time.monotonic() - began)
 
-    async def Restart(self, request: learner_pb2.RestartRequest, context: Any) -> learner_pb2.RestartResponse:
+    async def Restart(self, request: pb.RestartRequest, context: Any) -> pb.RestartResponse:
         """Ends the process with an error, so that it is restarted."""
         self._restart_reason = request.reason
         self._restart.set()
-        return learner_pb2.RestartResponse()
+        return pb.RestartResponse()
 
-    async def _train(self, request: learner_pb2.TrainStepRequest) -> TrainResult:
+    async def _train(self, request: pb.TrainStepRequest) -> TrainResult:
         arguments = {"order": request.SerializeToString()}
         with telemetry.span(
             "learner.train_step", attributes={"step": request.step, "rows": len(request.rows)}
