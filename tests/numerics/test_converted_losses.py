@@ -13,7 +13,7 @@ from paceline.algorithms.policy_losses import LossInputs
 from paceline.cli.convert.convert import convert
 from paceline.config.load import parse
 from paceline.config.training.actor import ActorConfig
-from paceline.learner.train.state.optimizer import Schedule
+from paceline.learner.train.state.schedule import Schedule
 
 pytestmark = pytest.mark.torch
 

@@ -29,7 +29,7 @@ from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import CommandError, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks
-from paceline.learner.train.state.optimizer import Schedule
+from paceline.learner.train.state.schedule import Schedule
 from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch
 from support.learner_ranks import alone

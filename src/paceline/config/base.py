@@ -15,11 +15,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Files = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 """Paths of data files, or names of data sets; a single path or name may be written without a list."""
 
 

@@ -41,14 +41,10 @@ class CurriculumStage(Section):
     )
 
 
-def _kind(value: object) -> str:
-    return "own" if isinstance(value, str) else "stages"
-
-
 Curriculum = Annotated[
     Annotated[tuple[CurriculumStage, ...], Tag("stages")]
     | Annotated[str, AfterValidator(own_path), Tag("own")],
-    Discriminator(_kind),
+    Discriminator(lambda value: "own" if isinstance(value, str) else "stages"),
 ]
 """Weights by step, or the path of a function that returns them."""
 

@@ -40,10 +40,6 @@ _PAUSE_S = 0.2
 _in_use: dict[Path, int] = {}
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
     """How a copy is made.
@@ -58,7 +54,7 @@ class Fetch:
     max_bytes: int
     wanted: Callable[[str], bool] = lambda name: True
     tell: Callable[[str], None] = log.info
-    stopped: Callable[[], bool] = _never
+    stopped: Callable[[], bool] = lambda: False
 
 
 def cache_dir() -> Path:

@@ -84,7 +84,7 @@ class Commands:
             DESCRIBE: self._describe,
             JOIN: self._join,
             PUBLISH: self._publish,
-            LEAVE: self._leave,
+            LEAVE: lambda _: attempt(self._learner.ranks, self._publisher.leave),
             FREE: self._free,
         }
 
@@ -223,9 +223,6 @@ class Commands:
 
         parts = [EnginePart(word) for word in arguments["parts"]]
         return release_memory(parts, needed, self._memory, learner.ranks)
-
-    def _leave(self, arguments: Arguments) -> None:
-        attempt(self._learner.ranks, self._publisher.leave)
 
 
 def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:

@@ -51,7 +51,8 @@ from paceline.learner.model.lora import is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.model.self_test import check_model
 from paceline.learner.train.state.learner import DTYPES
-from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Schedule, Trainable
+from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Trainable
+from paceline.learner.train.state.schedule import Schedule
 from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 

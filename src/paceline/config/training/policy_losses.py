@@ -220,12 +220,8 @@ class CustomLoss(PolicyLossOptions):
         return dict(self.options)
 
 
-def _from_short_form(value: object) -> object:
-    return {"type": value} if isinstance(value, str) else value
-
-
 PolicyLossConfig = Annotated[
     PPOClip | GSPO | CISPO | GeoMean | KLCov | ClipCov | GPG | SAPO | CustomLoss,
     Field(discriminator="type"),
-    BeforeValidator(_from_short_form),
+    BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),
 ]

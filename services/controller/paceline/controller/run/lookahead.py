@@ -194,16 +194,13 @@ class Lookahead:
                 continue
             dispatched = self._journal.standing.dispatched(later)
             # The run ends after `step`, or `step` was committed before a restart and newer weights are there.
-            if dispatched is None and (self._progress.stop_reason or self._is_committed(step)):
+            if dispatched is None and (self._progress.stop_reason or step in self._journal.standing.commits):
                 return
             try:
                 await self._collect(self._order(later, policy), policy)
             except LostDataError as error:
                 self._withdraw_after(later - 1, str(error))
                 return
-
-    def _is_committed(self, version: int) -> bool:
-        return version in self._journal.standing.commits
 
     async def _collect(self, order: Order, policy: PolicyTag) -> None:
         drawn, collector = self._drawn[order.step], self._collector

@@ -29,7 +29,7 @@ from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.state.learner import Learner
-from paceline.learner.train.state.optimizer import Schedule
+from paceline.learner.train.state.schedule import Schedule
 from paceline.storage.folder import Folder, Place
 
 log = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ def _add_gradient(learner: Learner, order: ChunkOrder, scored: ScoredChunk, stop
     unscored = [part.log_probs for part in parts if "old" not in part.log_probs]
     with stopwatch.phase("update_actor"):
         try:
-            sums = learner.actor.begin(losses, ranks=learner.ranks)
+            sums = learner.actor.add_gradient(losses, ranks=learner.ranks, completes=False)
         except OutOfMemoryError as error:
             log.warning("step %d: no gradient ahead of the barrier: %s", order.step, error)
             for log_probs in unscored:

@@ -60,10 +60,6 @@ def _beta(value: Any, tree: Tree) -> Tree:
     return {"actor.use_kl_loss": True, "actor.kl_loss_coef": beta} if beta else {"actor.use_kl_loss": False}
 
 
-def _bound(value: Any, tree: Tree) -> Tree:
-    return {"actor.grad_clip": number(value) or 1e9}
-
-
 def _experts(value: Any, tree: Tree) -> Tree | Changed:
     if not value:
         return {}
@@ -135,7 +131,12 @@ RULES: tuple[ConversionRule, ...] = (
         default={"adam_beta1": 0.9, "adam_beta2": 0.999},
     ),
     renamed("adam_epsilon", "actor.optim.eps", default=1e-8, by=number),
-    rule("max_grad_norm", "`actor.grad_clip`; 0 is none", _bound, default=1.0),
+    rule(
+        "max_grad_norm",
+        "`actor.grad_clip`; 0 is none",
+        lambda value, tree: {"actor.grad_clip": number(value) or 1e9},
+        default=1.0,
+    ),
     rule("beta", "`actor.kl_loss_coef`, with `actor.use_kl_loss: true`", _beta, default=0.0),
     rule(
         "loss_type",

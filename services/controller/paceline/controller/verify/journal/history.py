@@ -98,7 +98,7 @@ class History:
             "dispatch": self._on_dispatch,
             "sampling": self._on_sampling,
             "withdrawn": self._open.withdraw,
-            "lost": self._on_lost,
+            "lost": lambda entry: self._open.void_ahead(),
             "trajectory": self._on_trajectory,
             "refill": self._on_refill,
             "group_dropped": self._on_group_dropped,
@@ -108,13 +108,13 @@ class History:
             "rollback": self.versions.roll_back,
             "commit": self._on_commit,
             "newcomers": self.versions.check_newcomers,
-            "validate": self._on_validate,
+            "validate": lambda entry: self.validations.begin(entry, self.term),
             "val_group_dropped": self.validations.drop,
             "validated": self.validations.beside.validated,
             "validation_skipped": self.validations.beside.skipped,
             "saved": self.validations.note_saved,
             "step": self._on_step,
-            "checkpoint": self._on_checkpoint,
+            "checkpoint": lambda entry: self.checkpoints.write(entry, self.versions.newest),
             "checkpoint_removed": self.checkpoints.remove,
             "member": self._on_member,
             "end": self._on_end,
@@ -163,9 +163,6 @@ class History:
             if step.wanted is not None:
                 step.before = {**(step.before or {}), **step.admitted}
                 self._collect_again(step)
-
-    def _on_lost(self, entry: JournalEntry) -> None:
-        self._open.void_ahead()
 
     def _collect_again(self, step: StepHistory) -> None:
         assert step.wanted is not None
@@ -299,9 +296,6 @@ class History:
             return
         step.admit(key, entry, self.term, self.versions, self.findings)
 
-    def _on_validate(self, entry: JournalEntry) -> None:
-        self.validations.begin(entry, self.term)
-
     # --- the rest of a step
 
     def _on_refill(self, entry: JournalEntry) -> None:
@@ -383,9 +377,6 @@ class History:
         # This keeps memory small even for long runs.
         self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
         self._open.finish(number)
-
-    def _on_checkpoint(self, entry: JournalEntry) -> None:
-        self.checkpoints.write(entry, self.versions.newest)
 
     def _entry_of(self, number: int) -> JournalEntry | None:
         step = self.steps.get(number)

@@ -38,7 +38,8 @@ from paceline.learner.train.algorithm import try_algorithm
 from paceline.learner.train.state.ahead import WorkAhead
 from paceline.learner.train.state.frozen import FrozenNetwork
 from paceline.learner.train.state.memory import MemoryRoom
-from paceline.learner.train.state.optimizer import N, Optimizer, Schedule, Trainable
+from paceline.learner.train.state.optimizer import N, Optimizer, Trainable
+from paceline.learner.train.state.schedule import Schedule
 from paceline.learner.train.state.shared_prompts import SharedPrompts
 from paceline.models.facts import family_of
 

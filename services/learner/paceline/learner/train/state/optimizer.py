@@ -1,4 +1,4 @@
-"""Trains a network: optimizers, schedule, and gradients over several micro-batches.
+"""Trains a network: optimizers, and gradients over several micro-batches.
 
 Skips steps whose loss or gradient is not finite.
 """
@@ -9,9 +9,9 @@ import gc
 import logging
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.state.compact_averages import compact_forms
 from paceline.learner.train.state.host_averages import AVERAGES, Form, step_in_parts, zero_averages
 from paceline.learner.train.state.muon import MOMENTUM, Muon, is_muons
+from paceline.learner.train.state.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -57,71 +58,6 @@ Shares and sums add up over micro-batches and ranks.
 """
 Veto = Callable[[Tensor, float], str]
 """Returns why a step must be skipped, or "", from the sums of its metrics and its gradient norm."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Schedule:
-    """Sets the learning rate by step: linear warm-up from 0, then decay by `kind`, down to `min_ratio`.
-
-    Steps count from 1. The last step of the warm-up runs at the peak, and so does every later step of
-    `constant`. `cosine_with_restarts` decays `cycles` times and restarts at the peak; only its last step is
-    at the end of a decay.
-
-    The length of the warm-up and the progress of the decay are state. If a run continues with another number
-    of steps, the rest of the decay is spread over the remaining steps.
-
-    Attributes:
-        warmup: steps of the warm-up; None: `warmup_ratio` of `total_steps`.
-        origin: the step since which the decay has its present length.
-        done: the share of the decay that was done at `origin`.
-    """
-
-    peak: float
-    kind: str
-    total_steps: int
-    warmup_ratio: float
-    min_ratio: float = 0.0
-    cycles: int = 1
-    warmup: int | None = None
-    origin: int = 0
-    done: float = 0.0
-
-    def at(self, step: float) -> float:
-        """Returns the rate of a step, counted from 1."""
-        warmup = self._warmup
-        if step <= warmup:
-            return self.peak * step / warmup
-        if self.kind == "constant":
-            return self.peak
-        done = self._done(step)
-        if self.kind == "linear":
-            share = 1.0 - done
-        else:
-            cycles = self.cycles if self.kind == "cosine_with_restarts" else 1
-            in_cycle = 1.0 if done == 1.0 else (cycles * done) % 1.0
-            share = 0.5 * (1.0 + math.cos(math.pi * in_cycle))
-        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all fields, so that a continued run can see what has changed."""
-        return asdict(self) | {"warmup": self._warmup}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Continues another schedule's progress after `step`; rates and shape stay this schedule's."""
-        before = Schedule(**state)
-        self.warmup, self.origin, self.done = before._warmup, before.origin, before.done
-        if self.total_steps != before.total_steps and step > self._warmup:
-            self.origin, self.done = step, before._done(step)
-
-    @property
-    def _warmup(self) -> int:
-        return math.ceil(self.warmup_ratio * self.total_steps) if self.warmup is None else self.warmup
-
-    def _done(self, step: float) -> float:
-        """Returns the share of the decay that is done after a step."""
-        start = max(self._warmup, self.origin)
-        share = (step - start) / max(1, self.total_steps - start)
-        return min(1.0, self.done + (1.0 - self.done) * share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -305,12 +241,12 @@ class Trainable(Generic[N]):
         """Takes one optimizer step on a mini-batch.
 
         Args:
-            losses: losses of this rank's micro-batches, except those passed to `begin`; every rank has the
+            losses: losses of this rank's micro-batches, except those that `begun` counts; every rank has the
                 same number, at least one.
             step: training step, for the schedule.
             lr_scale: multiplies the schedule's learning rate.
             veto: decides, if all is finite, whether the step may be taken.
-            begun: the sum of the sums that `begin` returned.
+            begun: the sums that `add_gradient` returned for the mini-batch's first micro-batches, added up.
             scaling: multiplies gradient and sums if losses used other counts than the mini-batch's.
 
         Returns:
@@ -331,38 +267,29 @@ class Trainable(Generic[N]):
         )
         return outcome, sums
 
-    def add_gradient(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
-        """Runs forward and backward on the last micro-batches of a mini-batch; every rank calls it.
+    def add_gradient(self, losses: Sequence[PartLoss], *, ranks: Ranks, completes: bool = True) -> Tensor:
+        """Runs forward and backward on micro-batches; every rank calls it.
+
+        Args:
+            completes: whether they are the last of a mini-batch; else `update` takes the others.
 
         Returns:
-            This rank's sums.
+            This rank's sums, for `update` if others follow.
 
         Raises:
             OutOfMemoryError: on every rank, if some ran out of memory; the gradient is gone.
         """
-        total, num_failed = self._passes(losses, ranks)
+        total, num_failed = self._passes(losses, ranks, completes=completes)
         if total is None or num_failed:
-            self.network.zero_grad(set_to_none=True)
-            raise OutOfMemoryError(type(self.network).__name__, num_failed)
-        return total
-
-    def begin(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
-        """Runs forward and backward on a mini-batch's first micro-batches; `update` takes the others.
-
-        Returns:
-            This rank's sums, for `update`.
-
-        Raises:
-            OutOfMemoryError: on every rank, if some ran out of memory; the gradient is gone.
-        """
-        total, num_failed = self._passes(losses, ranks, completes=False)
-        if total is None or num_failed:
-            self.drop_gradient(ranks)
+            if completes:
+                self.network.zero_grad(set_to_none=True)
+            else:
+                self.drop_gradient(ranks)
             raise OutOfMemoryError(type(self.network).__name__, num_failed)
         return total
 
     def drop_gradient(self, ranks: Ranks) -> None:
-        """Drops what `begin` has added to the gradient; every rank calls it."""
+        """Drops a gradient that is not complete; every rank calls it."""
         # Only a reduction clears FSDP's unreduced gradients.
         self._prepare_pass(reduces=True, reshards=True)
         self._begin_pass(again=False, still_gathered=False)
@@ -370,7 +297,7 @@ class Trainable(Generic[N]):
         self.network.zero_grad(set_to_none=True)
 
     def _passes(
-        self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool = True
+        self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool
     ) -> tuple[Tensor | None, int]:
         """Runs forward and backward on micro-batches; `completes`: whether they are the last of a mini-batch.
 
