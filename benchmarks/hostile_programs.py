@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.broker import Mailbox, names
-from paceline.broker.memory import MemoryBroker
 from paceline.config.reward import CodeConfig, RewardConfig
 from paceline.core.samples.trajectory import ScoredHeader
 from paceline.reward.code import scorer as code_scorer
@@ -40,6 +39,7 @@ from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.service.confinement.confined import Command, CommandResult, run_confined
 from paceline.wire import decode_scored
+from support.memory_broker import MemoryBroker
 from support.trajectories import finished_sample
 
 RUN = "hostile"

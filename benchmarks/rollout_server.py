@@ -37,6 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import numpy as np
 import records
 from shapes import SHAPES
@@ -55,6 +56,7 @@ from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
 from paceline.service.observability.gpu_metrics import visible_gpus
 from paceline.wire import decode_trajectory_header, encode_prompt_group
+from support.memory_broker import MemoryBroker
 
 RUN = "benchmark"
 POLICY = PolicyTag(version=0, digest="0" * 16)
@@ -193,7 +195,7 @@ async def _serve(pipe: Connection, config: RunConfig, load_format: str, broker_u
     from paceline.rollout.sampler import Sampler
 
     engine = await VllmEngine.start(config, load_format=load_format)
-    broker = open_broker(broker_url)
+    broker = open_broker(broker_url) if broker_url else MemoryBroker()
     async with asyncio.TaskGroup() as tasks:
 
         def spawn(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -412,7 +414,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = "memory://"
+        url = ""
         if arguments.redis:
             url = stack.enter_context(RedisServer.start(folder)).url
         if arguments.shape:

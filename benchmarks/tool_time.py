@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import numpy as np
 from shapes import SHAPES
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.ids import Purpose, sample_seed
@@ -46,6 +46,7 @@ from paceline.rollout.episodes.group import Episodes, rules_of
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.trajectories import check_samples
 from paceline.wire import decode_trajectory_header, encode_prompt_group
+from support.memory_broker import MemoryBroker
 
 RUN, POLICY = "benchmark", PolicyTag(version=0, digest="0" * 16)
 MODEL = Path("examples/calculator/model")

@@ -13,6 +13,7 @@ from paceline.broker import Broker, open_broker
 from paceline.broker.redis.redis_acl import acl_line
 from paceline.broker.redis.redis_server import RedisServer
 from support.closing import Closing, closing_all
+from support.memory_broker import MemoryBroker
 
 
 @pytest.fixture(scope="session")
@@ -48,8 +49,9 @@ async def closing() -> AsyncIterator[Closing]:
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def broker(request: pytest.FixtureRequest, closing: Closing) -> Broker:
     """A broker, empty under the test's prefix; at Redis it has no more rights than a run's user."""
-    url = "memory://" if request.param == "memory" else request.getfixturevalue("limited_url")
-    return closing(open_broker(url))
+    if request.param == "memory":
+        return closing(MemoryBroker())
+    return closing(open_broker(request.getfixturevalue("limited_url")))
 
 
 @pytest.fixture

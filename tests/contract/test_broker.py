@@ -8,7 +8,7 @@ import pytest
 
 from paceline.broker import Ack, Broker, Outgoing
 from paceline.broker.base import SavedPart
-from paceline.broker.memory import MemoryBroker
+from support.memory_broker import MemoryBroker
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
 G = "group"

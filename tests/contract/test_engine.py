@@ -22,7 +22,6 @@ import pytest
 import pytest_asyncio
 
 from paceline.broker import Outgoing, names
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
     DeadlineError,
     InvalidMessageError,
@@ -48,6 +47,7 @@ from support.engine_contract import (
     vllm_subject,
 )
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker
 from support.rollout_bench import LIMITS, RUN, V0, group
 
 SUBJECTS = {"fake": fake_subject, "vllm": vllm_subject, "sglang": sglang_subject}

@@ -34,7 +34,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 
     def __init__(self, config_json: str = "{}", run_id: str = "run-1") -> None:
         self.config_json, self.run_id = config_json, run_id
-        self.broker_url, self.run_dir = "memory://", "/nowhere"
+        self.broker_url, self.run_dir = "redis://127.0.0.1:1/0", "/nowhere"
         self.calls: list[str] = []
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.registrations: list[pb.RegisterRequest] = []

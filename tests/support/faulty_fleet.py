@@ -10,11 +10,11 @@ from typing import Any
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker
 from paceline.core.members import LearnerState, MemberKind
 from paceline.core.samples.trajectory import ScoredHeader
 from paceline.wire import decode_scored, encode_scored_header
 from support.fake_fleet import FakeServices, score_by_component
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import RUN, SequencerRun, config, run_of
 
 

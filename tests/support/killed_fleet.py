@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Batch, Collector
@@ -45,6 +44,7 @@ from paceline.rollout.sampler import Sampler
 from paceline.wire import decode_trajectory
 from support.clocks import ManualClock
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker, MemoryStore
 
 RUN, STEP, NUM_SAMPLES, LEASE_S = "run-1", 3, 2, 0.06
 POLICY = PolicyTag(version=2, digest="2" * 16)

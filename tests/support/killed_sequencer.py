@@ -9,10 +9,10 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
-from paceline.broker.memory import MemoryBroker
 from paceline.config.run import RunConfig
 from paceline.controller.verify.check import verify
 from support.fake_fleet import Answer, FakeServices
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, run_of
 
 TRANSPORT = ("barrier/duplicates", "barrier/rejected", "weights/bytes", "weights/relayed_bytes")

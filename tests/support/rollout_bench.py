@@ -12,7 +12,6 @@ import numpy as np
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import (
@@ -36,6 +35,7 @@ from paceline.wire import (
     encode_prompt_group,
 )
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker
 
 RUN = "run-1"
 V0 = PolicyTag(version=0, digest="0" * 16)

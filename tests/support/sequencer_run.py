@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.app import validation_collector
@@ -42,6 +41,7 @@ from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.rollout.states import RolloutStatus
 from support.fake_fleet import Answer, FakeServices, answer_prompts, answer_validations, score_all
+from support.memory_broker import MemoryBroker
 
 RUN = "r"
 

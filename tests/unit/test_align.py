@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paceline.broker import names
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
 from paceline.controller.phases import Phase
 from paceline.controller.run import publication
@@ -18,6 +17,7 @@ from paceline.controller.standing import Standing, StepInProgress
 from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError, ProtocolError
 from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
 from paceline.core.policy import PolicyTag
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, run, run_of
 
 CALM = {"trainer__val_before_train": False, "service__recovery_timeout_s": 30.0}

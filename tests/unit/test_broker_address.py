@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from paceline.broker import open_broker
 from paceline.broker.address import check_reach, redact, with_password
-from paceline.broker.memory import MemoryBroker
 from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.broker.redis.redis_client import RedisClient
 from paceline.broker.redis.redis_streams import RedisStreamsBroker
 from paceline.core.errors import BrokerError, ConfigError
 from support.clocks import ManualClock
+from support.memory_broker import MemoryBroker
 from support.streams import drain, messages, payloads
 
 
@@ -28,7 +28,6 @@ from support.streams import drain, messages, payloads
         ("redis://:secret@host:6379/0", "redis://***@host:6379/0"),
         ("rediss://user:se@cret@host/1", "rediss://***@host/1"),
         ("redis://host:6379/0", "redis://host:6379/0"),
-        ("memory://name", "memory://name"),
     ],
 )
 def test_passwords_are_not_shown(url: str, shown: str) -> None:
@@ -78,7 +77,6 @@ def test_the_password_comes_from_a_file(tmp_path: Path) -> None:
     assert with_password("rediss://paceline@host:1/0", environ) == "rediss://paceline:a%2Fb%40c%3Ad@host:1/0"
     assert with_password("redis://host:1/0", environ) == "redis://:a%2Fb%40c%3Ad@host:1/0"
     assert with_password("redis://:own@host:1/0", environ) == "redis://:own@host:1/0"
-    assert with_password("memory://", environ) == "memory://"
     assert with_password("redis://host", {}) == "redis://host"
 
 
@@ -88,7 +86,7 @@ def test_a_server_on_another_machine_needs_a_password(caplog: pytest.LogCaptureF
             check_reach(url, insecure=False)
         check_reach(url, insecure=True)
     caplog.clear()
-    local = ("redis://127.0.0.1:1", "redis://[::1]:1", "unix:///run/redis.sock", "memory://")
+    local = ("redis://127.0.0.1:1", "redis://[::1]:1", "unix:///run/redis.sock")
     for url in (*local, "rediss://:p@redis/0", "rediss://redis/0?password=p"):
         check_reach(url, insecure=False)
     assert caplog.text == ""
@@ -96,7 +94,7 @@ def test_a_server_on_another_machine_needs_a_password(caplog: pytest.LogCaptureF
     assert "redis://***@redis/0 is reached in plain text" in caplog.text
 
 
-@pytest.mark.parametrize("url", ["amqp://:secret@host", "localhost:6379", ""])
+@pytest.mark.parametrize("url", ["amqp://:secret@host", "memory://", "localhost:6379", ""])
 def test_other_schemes_are_refused_with_the_known_ones(url: str) -> None:
     with pytest.raises(
         ConfigError, match=r"broker\.url .* write redis://\[:password@\]host:port/db"
@@ -111,25 +109,9 @@ def test_an_unusable_port_is_refused() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_learner_cannot_read_blobs_of_another_process() -> None:
-    with pytest.raises(ConfigError, match="one process only"):
-        BlobClient("memory://name")
-
-
 def test_the_pool_needs_room_for_more_than_blocking_reads() -> None:
     with pytest.raises(ValueError, match="reserved_connections is 4, must be in 1 to 3"):
         RedisClient("redis://host", max_connections=4, reserved_connections=4)
-
-
-async def test_brokers_of_one_memory_name_share_their_streams() -> None:
-    first, second, other = open_broker("memory://x"), open_broker("memory://x"), open_broker("memory://")
-    await first.ensure_group("s", "g")
-    await first.append(messages("s", ["0"]))
-    assert await other.length("s") == 0
-    await first.close()
-    assert payloads(await drain(second, "s", "g", "a")) == ["0"]
-    with pytest.raises(BrokerError, match="closed"):
-        await first.append([])
 
 
 async def test_a_lease_is_measured_by_the_clock_given() -> None:

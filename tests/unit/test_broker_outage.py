@@ -84,7 +84,7 @@ def test_what_a_person_has_to_end_is_said_at_once_even_after_another_cause() -> 
     assert full is not None
     sentence = (
         "broker redis://x cannot write its data to disk (No space left on device); waiting up to 100 s: make "
-        "room on its disk, which is the run directory's if it is the run's own; see its log"
+        "room on its disk (for the run's own server, the run directory's); see its log"
     )
     at_once, later = Client(), Client()
     with at_once.command() as attempts:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.run.records import checkpoints
 from paceline.controller.run.records.checkpoints import ControllerState, folder_of
 from paceline.core.errors import GuardError
@@ -21,6 +20,7 @@ from paceline.data.mixture import MixtureState
 from paceline.storage import folder as storage
 from paceline.storage.folder import Folder
 from support.fake_fleet import FakeServices
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import RUN, SequencerRun, config, run_of
 
 CHANGES: dict[str, Any] = {

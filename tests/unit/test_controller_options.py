@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from paceline.broker.base import Broker
-from paceline.broker.memory import MemoryBroker
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller import app
@@ -20,6 +19,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.data.mixture import PromptMixture
 from support import source
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import config, prompts
 
 CONFIG = source.ROOT / "examples" / "arithmetic" / "ppo.yaml"

@@ -115,7 +115,7 @@ async def made(tmp_path: Path, cfg: RunConfig) -> AsyncIterator[Bench]:
         progress,
         supervisor,
         turns=turns,
-        broker_url="memory://",
+        broker_url="redis://127.0.0.1:1/0",
         credentials=Credentials(),
         checkpoints=lambda: [Folder.at(tmp_path / "step_000002")],
         checkpoint_marker="m",

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import Inputs
@@ -27,6 +26,7 @@ from support.killed_sequencer import TRANSPORT, kills, live
 from support.killed_sequencer import breaches_of as breaches
 from support.killed_sequencer import journal_events as events
 from support.killed_sequencer import metrics_lines as lines
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, prompts, run_of
 from support.training_run import assert_same_metrics
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.fleet.departures import Departures
 from paceline.controller.fleet.membership import Fleet, Member
 from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from support.clocks import ManualClock
 from support.fake_fleet import FakeServices
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, run_of
 from support.training_run import is_time
 

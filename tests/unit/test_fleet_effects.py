@@ -84,7 +84,7 @@ async def test_a_member_learns_the_term_the_heartbeat_and_the_checkpoints_newest
         Progress(run),
         supervisor,
         turns=turns_of(run, supervisor),
-        broker_url="memory://",
+        broker_url="redis://127.0.0.1:1/0",
         credentials=Credentials(),
         checkpoints=lambda: [Folder.at(folder) for folder in folders],
         checkpoint_marker="m",

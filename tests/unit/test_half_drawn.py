@@ -13,7 +13,6 @@ import pytest
 
 from paceline.broker import Outgoing, names
 from paceline.broker.base import SavedPart
-from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.errors import BrokerError, PeerLostError
 from paceline.core.policy import PolicyRange, PolicyTag, range_fault
 from paceline.core.samples.trajectory import PartialSample, PromptGroup, SamplingSpec
@@ -21,6 +20,7 @@ from paceline.rollout.engines.base import SampleRequest
 from paceline.service.observability import metrics, telemetry
 from paceline.wire import decode_progress, encode_progress, encode_prompt_group
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker, MemoryStore
 from support.rollout_bench import LIMITS, RUN, V0, V1, Bench, bench, group, weight_group_spec
 
 SPEC = SamplingSpec(temperature=1.0, max_tokens=40)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.standing import Standing
 from paceline.core.ids import Purpose
 from paceline.core.samples.trajectory import PromptGroup
@@ -18,6 +17,7 @@ from support import killed_sequencer
 from support.beside import BESIDE, by_version
 from support.fake_fleet import FakeServices
 from support.killed_sequencer import breaches_of, journal_events, kills, metrics_lines
+from support.memory_broker import MemoryBroker
 from support.more import more
 from support.sequencer_run import SequencerRun, config
 

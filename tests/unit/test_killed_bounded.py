@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from support import killed_sequencer
 from support.fake_fleet import FakeServices
 from support.faulty_fleet import FaultyFleet
 from support.killed_sequencer import TRANSPORT, breaches_of, journal_events, kills, metrics_lines
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config
 from support.training_run import assert_same_metrics
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.standing import Standing
 from paceline.core.guard import Reading
 from support import killed_sequencer
@@ -21,6 +20,7 @@ from support.fake_fleet import FakeServices
 from support.killed_sequencer import TRANSPORT, breaches_of, kills
 from support.killed_sequencer import journal_events as events
 from support.killed_sequencer import metrics_lines as lines
+from support.memory_broker import MemoryBroker
 from support.more import more
 from support.sequencer_run import config
 from support.training_run import assert_same_metrics

@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.launch.planning import plan
 from paceline.service.observability import metrics, prometheus, telemetry
@@ -26,6 +25,7 @@ from paceline.sizing import machine as machines
 from paceline.sizing.machine import Machine, free_port
 from support import cli_configs
 from support.measured import measured
+from support.memory_broker import MemoryBroker
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _WHO = {"service_name", "service_instance_id"}

@@ -11,7 +11,6 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.log import read_all
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch.dispatch import Ask, Dispatcher, Order
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
@@ -19,6 +18,7 @@ from paceline.core.samples.images import LoadedImage
 from paceline.core.samples.trajectory import SamplingSpec
 from paceline.data.images import ImageSource
 from paceline.wire import decode_prompt_group, image_of, unpack_pixels
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import RUN, config, prompts
 
 

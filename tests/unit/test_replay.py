@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.verify.check import verify
 from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.rows.replays import Replays
@@ -25,6 +24,7 @@ from support import killed_sequencer
 from support.fake_fleet import FakeServices
 from support.faulty_fleet import FaultyFleet
 from support.killed_sequencer import TRANSPORT, breaches_of, journal_events, kills, metrics_lines
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, events_of, run
 from support.training_run import assert_same_metrics
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.core.members import LearnerState, MemberKind
 from paceline.core.run_record.manifest import MANIFEST
 from support.fake_fleet import FakeServices
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, run_of
 from support.training_run import is_time
 

@@ -11,7 +11,6 @@ import msgpack
 import pytest
 
 from paceline.broker import Mailbox, Outgoing, names
-from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.errors import (
     EXIT_FAILED,
     GIVEN_ERRORS,
@@ -28,6 +27,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scoring.scores import Score, failed
 from paceline.wire import blob_digest, decode_scored
+from support.memory_broker import MemoryBroker, MemoryStore
 from support.trajectories import POLICY, finished_sample
 
 RUN = "run-1"

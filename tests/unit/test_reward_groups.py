@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from paceline.broker import Mailbox, Outgoing, names
-from paceline.broker.memory import MemoryBroker
 from paceline.config.reward import (
     AttachedConfig,
     RewardConfig,
@@ -47,6 +46,7 @@ from paceline.wire import (
 )
 from support import cli_configs
 from support.group_functions import rank
+from support.memory_broker import MemoryBroker
 from support.reward_servers import OddServer, serving
 from support.trajectories import finished_sample
 

@@ -12,7 +12,6 @@ import pytest
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
     PeerLostError,
 )
@@ -25,6 +24,7 @@ from paceline.wire import (
     encode_prompt_group,
 )
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker
 from support.rollout_bench import LIMITS, RUN, V0, V1, bench, group
 from support.sequencer_run import config
 

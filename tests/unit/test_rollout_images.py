@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from paceline.broker import names
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import InvalidMessageError, LostDataError
 from paceline.core.samples.images import Image
 from paceline.rollout.images import Images
 from paceline.wire import image_of, pack_pixels
+from support.memory_broker import MemoryBroker
 from support.rollout_bench import LIMITS, RUN, V0, bench, group
 
 

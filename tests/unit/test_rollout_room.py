@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from paceline.broker import names
-from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.errors import (
     IllegalTransitionError,
 )
 from paceline.core.members import RolloutState
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker, MemoryStore
 from support.rollout_bench import LIMITS, RUN, V0, V1, bench, group
 
 

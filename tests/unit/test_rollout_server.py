@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from paceline.broker import Outgoing, names
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
     IllegalTransitionError,
     NumericsError,
@@ -30,6 +29,7 @@ from paceline.rollout.server import RolloutServer
 from paceline.service.member.runtime import ServiceContext
 from paceline.wire import encode_prompt_group
 from support.fake_engine import FakeEngine
+from support.memory_broker import MemoryBroker
 from support.rollout_bench import LIMITS, RUN, V0, V1, Bench, bench, group, weight_group_spec
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from paceline.broker import Outgoing, names
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch.mailboxes import Mailboxes, blob_keys
 from paceline.core.errors import LostDataError
 from paceline.wire import encode_log_probs
 from support.headers import scored
+from support.memory_broker import MemoryBroker
 
 RUN = "run"
 PROMPTS = names.prompts(RUN, 3)

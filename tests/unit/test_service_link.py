@@ -49,7 +49,11 @@ async def test_registration_brings_everything(controller: tuple[FakeController, 
     link = link_to(server.address)
     fake.checkpoints, fake.policy, fake.term = ["/c/2", "/c/1"], SERVING.policy, 3
     registration = await link.register(30, SERVING)
-    assert (registration.run_id, registration.broker_url, registration.term) == ("run-1", "memory://", 3)
+    assert (registration.run_id, registration.broker_url, registration.term) == (
+        "run-1",
+        "redis://127.0.0.1:1/0",
+        3,
+    )
     assert (registration.policy, registration.checkpoints) == (SERVING.policy, ("/c/2", "/c/1"))
     assert registration.config == parse(RunConfig, CONFIG)
     request = fake.registrations[0]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from paceline.api.session import LedRun, LedStep
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import ConfigError, PeerLostError
 from paceline.data.scripted import FLOW, SOCKET
 from support.fake_fleet import FakeServices
 from support.killed_sequencer import breaches_of, journal_events, live, metrics_lines
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import config, run_of
 
 CHANGES: dict[str, Any] = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.journal import Journal
 from paceline.core.clock import SystemClock
 from paceline.core.guard import Reading
 from support.fake_fleet import FakeServices
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, run_of
 from support.training_run import is_time
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.broker.memory import MemoryBroker
 from paceline.config.data import DataConfig
 from paceline.controller.batch.inputs import load_inputs
 from paceline.controller.run.records import train_metrics
@@ -29,6 +28,7 @@ from paceline.data.mixture import PromptMixture
 from support.byte_tokenizer import save_tokenizer
 from support.fake_fleet import FakeServices
 from support.headers import scored
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, run_of
 from support.source import ROOT
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import GuardError
 from paceline.core.ids import Purpose
 from paceline.core.samples.trajectory import PromptGroup
 from support.fake_fleet import Answer, FakeServices, score_all
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import SequencerRun, config, run_of
 
 SETS: dict[str, Any] = {"data__val_sets": {"hard": "hard.jsonl"}, "trainer__test_freq": 1}

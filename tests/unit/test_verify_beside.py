@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.verify.digests import digest_of
 from support.beside import BESIDE, by_version
 from support.fake_fleet import FakeServices
 from support.killed_sequencer import breaches_of
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import config, run_of
 
 Events = list[dict[str, Any]]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from support.fake_fleet import FakeServices
 from support.killed_sequencer import breaches_of, journal_events, live
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import config
 
 SOURCE = """

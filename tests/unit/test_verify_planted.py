@@ -17,7 +17,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Batch
@@ -36,6 +35,7 @@ from paceline.core.samples.trajectory import FinishReason, PromptGroup, Sampling
 from paceline.core.training import BatchRow, batch_digest
 from paceline.wire import blob_digest, encode_trajectory
 from support.fake_fleet import FakeServices
+from support.memory_broker import MemoryBroker
 from support.sequencer_run import config, run_of
 
 CHANGES: dict[str, Any] = {

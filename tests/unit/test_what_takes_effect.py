@@ -16,7 +16,6 @@ import pytest
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.controller.batch import collect
 from paceline.controller.journal import Event
 from paceline.controller.run.records.checkpoints import ControllerState
@@ -30,6 +29,7 @@ from paceline.data.cursor import PromptCursor
 from paceline.wire import encode_scored_header
 from support.fake_fleet import score_all
 from support.headers import scored
+from support.memory_broker import MemoryBroker, MemoryStore
 from support.sequencer_run import RUN, SequencerRun, config, run, run_of
 
 CALM = {"trainer__val_before_train": False}

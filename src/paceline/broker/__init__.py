@@ -1,4 +1,4 @@
-"""The message broker: mailboxes with acknowledgement, and blobs; Redis or memory behind one Protocol."""
+"""The message broker: mailboxes with acknowledgement, and blobs, on Redis behind a Protocol."""
 
 from paceline.broker.backpressure import append_when_room
 from paceline.broker.base import Ack, Broker, Entry, Outgoing

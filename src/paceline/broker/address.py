@@ -14,24 +14,8 @@ from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY
 
 log = logging.getLogger(__name__)
 
-REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
-MEMORY_SCHEME = "memory"
+_SCHEMES = frozenset({"redis", "rediss", "unix"})
 REDIS_PASSWORD = "PACELINE_REDIS_PASSWORD"
-
-
-def scheme_of(url: str) -> str:
-    """Returns the scheme of a broker's address.
-
-    Raises:
-        ConfigError: the scheme is unknown.
-    """
-    scheme = url.partition(":")[0]
-    if scheme not in REDIS_SCHEMES | {MEMORY_SCHEME}:
-        raise ConfigError(
-            f"broker.url {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, "
-            "rediss:// for TLS, unix://[:password@]/path/to/socket, or memory:// for tests inside one process"
-        )
-    return scheme
 
 
 def redact(text: str) -> str:
@@ -54,7 +38,7 @@ def with_password(url: str, environ: Mapping[str, str]) -> str:
     password = secret(REDIS_PASSWORD, environ)
     parts = split(url)
     user, at, host = parts.netloc.rpartition("@")
-    if not password or ":" in user or parts.scheme not in REDIS_SCHEMES:
+    if not password or ":" in user:
         return url
     return urlunsplit(parts._replace(netloc=f"{user if at else ''}:{quote(password, safe='')}@{host}"))
 
@@ -65,9 +49,8 @@ def check_reach(url: str, *, insecure: bool) -> None:
     Raises:
         ConfigError: there is no password, or the address cannot be read.
     """
-    scheme = scheme_of(url)
     parts = split(url)
-    if scheme in (MEMORY_SCHEME, "unix") or is_loopback(parts.hostname or "127.0.0.1"):
+    if parts.scheme == "unix" or is_loopback(parts.hostname or "127.0.0.1"):
         return
     if not (parts.password or "password" in parse_qs(parts.query)) and not insecure:
         raise ConfigError(
@@ -75,7 +58,7 @@ def check_reach(url: str, *, insecure: bool) -> None:
             "change what is trained on. Give it a user (`paceline certs acl` prints the line) and set "
             f"{REDIS_PASSWORD}_FILE; or, on a network that you trust fully, set broker.insecure: true"
         )
-    if scheme == "redis":
+    if parts.scheme == "redis":
         log.warning("%s is reached in plain text: rediss:// encrypts", redact(url))
 
 
@@ -83,9 +66,15 @@ def split(url: str) -> SplitResult:
     """Returns the parts of an address.
 
     Raises:
-        ConfigError: the address cannot be read; the reason is left out, because it may hold a part of the
-            password.
+        ConfigError: the scheme is unknown, or the address cannot be read; the reason is left out, because it
+            may hold a part of the password.
     """
+    scheme = url.partition(":")[0]
+    if scheme not in _SCHEMES:
+        raise ConfigError(
+            f"broker.url {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, "
+            "rediss:// for TLS, or unix://[:password@]/path/to/socket"
+        )
     try:
         parts = urlsplit(url)
         _ = parts.port, parts.hostname
@@ -100,7 +89,7 @@ def split(url: str) -> SplitResult:
 def tls_options(url: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the options of a rediss:// client: the files of PACELINE_TLS_DIR, read by each connection."""
     folder = environ.get(TLS_DIR)
-    if scheme_of(url) != "rediss" or not folder:
+    if not url.startswith("rediss:") or not folder:
         return {}
     names = {"ssl_ca_certs": CA_FILE, "ssl_certfile": CERTIFICATE_FILE, "ssl_keyfile": KEY_FILE}
     return {option: os.path.join(folder, name) for option, name in names.items() if option not in url}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
-from paceline.broker.address import MEMORY_SCHEME, scheme_of, split
+from paceline.broker.address import split
 from paceline.broker.base import Broker
-from paceline.broker.memory import MemoryBroker, named_store
 from paceline.broker.redis.outage import Say
 from paceline.broker.redis.redis_client import RedisClient
 from paceline.broker.redis.redis_streams import RedisStreamsBroker
@@ -20,9 +17,7 @@ def open_broker(
     on_outage: Say | None = None,
     on_recovery: Say | None = None,
 ) -> Broker:
-    """Makes a broker for redis://, rediss://, unix:// or memory://[NAME]; only its first command connects.
-
-    Memory brokers of the same name in one process share their streams; a broker without a name has its own.
+    """Makes a broker for redis://, rediss:// or unix://; only its first command connects.
 
     Args:
         timeout_s: how long an attempt of a command waits for the server's answer.
@@ -33,8 +28,6 @@ def open_broker(
     Raises:
         ConfigError: the address is unusable.
     """
-    if scheme_of(url) == MEMORY_SCHEME:
-        return MemoryBroker(store=named_store(urlsplit(url).netloc))
     split(url)
     client = RedisClient(
         url,

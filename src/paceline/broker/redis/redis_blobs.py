@@ -12,10 +12,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of, split, tls_options
+from paceline.broker.address import redact, split, tls_options
 from paceline.broker.redis.outage import Attempts, Outage
 from paceline.broker.redis.redis_errors import refusal, trouble_of
-from paceline.core.errors import BrokerError, ConfigError, LostDataError
+from paceline.core.errors import BrokerError, LostDataError
 
 _KEYS_PER_FETCH: Final = 64
 _KEYS_NAMED: Final = 5
@@ -31,10 +31,6 @@ class BlobClient:
     """
 
     def __init__(self, url: str, *, outage_timeout_s: float = 300.0, timeout_s: float = 30.0) -> None:
-        if scheme_of(url) not in REDIS_SCHEMES:
-            raise ConfigError(
-                f"blobs of {redact(url)!r} exist in one process only: set broker.url to redis://"
-            )
         split(url)
         self._url, self._timeout_s = url, timeout_s
         self._outage = Outage(redact(url), timeout_s=outage_timeout_s)

@@ -1,4 +1,4 @@
-"""The broker inside one process, for tests and for reading the protocol without a server."""
+"""A broker on dictionaries inside one process; the contract tests of brokers run against it, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 from paceline.broker.base import Ack, Entry, Outgoing, SavedPart
 from paceline.core.clock import Clock, SystemClock
@@ -45,16 +44,6 @@ class MemoryStore:
         self.blobs: dict[str, bytes] = {}
         self.last_number = 0
         self.changed = asyncio.Condition()
-
-
-_NAMED_STORES: WeakValueDictionary[str, MemoryStore] = WeakValueDictionary()
-
-
-def named_store(name: str) -> MemoryStore:
-    """Returns the store of `memory://NAME`, alive as long as a broker uses it; without a name, a new one."""
-    if not name:
-        return MemoryStore()
-    return _NAMED_STORES.setdefault(name, MemoryStore())
 
 
 class MemoryBroker:
