@@ -119,7 +119,7 @@ def test_main_that_does_not_listen_is_cancelled_after_its_grace() -> None:
     began = time.monotonic()
     code, out, err = end(process)
     assert (code, out) == (1, ENDED)
-    assert "not stopped within 0.3 s" in err
+    assert "did not stop within 0.3 s" in err
     assert time.monotonic() - began < 300  # and not the thousand seconds of its sleep
 
 

@@ -55,7 +55,7 @@ def test_a_frozen_network_that_fits(teacher: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ({"adv_estimator": "grpo"}, r"algorithm.networks: nothing reads the log-probs of teacher, as"),
+        ({"adv_estimator": "grpo"}, r"algorithm.networks: nothing reads the log-probs of teacher, because"),
         ({"networks": {"old": "x"}}, r"networks: 'old' cannot name .* none of rollout, old, reference"),
         ({"networks": {"a b": "x"}}, r"networks: 'a b' cannot name a network: use letters"),
         ({"networks": {"teacher": {"folder": "x"}}}, r"unknown key .*teacher.folder; leave it out"),
@@ -95,7 +95,7 @@ def _smaller_vocabulary(teacher: Path) -> None:
     ("spoil", "said"),
     [
         (shutil.rmtree, r"algorithm.networks.teacher.path=teacher has no weights"),
-        (_without_weights, r"has no weights \(\*.safetensors\); name the folder of a model, say one that"),
+        (_without_weights, r"has no weights \(\*.safetensors\); name the folder of a model, such as one that"),
         (lambda teacher: (teacher / "config.json").unlink(), r"path=teacher is not a model folder"),
         (lambda teacher: (teacher / "tokenizer.json").unlink(), r"folder teacher has no tokenizer"),
         (
