@@ -125,8 +125,8 @@ class OtherEngineConfig(Section):
         description="How many of rollout.replicas run it. 0: only servers that you start yourself, with "
         "--engine.",
     )
-    python: str | None = Field(None, description="As rollout.python, for this engine.")
-    engine_kwargs: EngineKwargs = Field({}, description="As rollout.engine_kwargs, for this engine.")
+    python: str | None = Field(None, description="rollout.python for this engine.")
+    engine_kwargs: EngineKwargs = Field({}, description="rollout.engine_kwargs for this engine.")
 
 
 class RolloutConfig(Section):
@@ -257,8 +257,10 @@ class RolloutConfig(Section):
         return (self.name, *self.other_engines)
 
     def engine_at(self, index: int) -> str:
-        """Returns the engine of the server with this number, of those that the launcher starts, or of one
-        that joins later."""
+        """Returns the engine of a server that the launcher starts, by its number.
+
+        Numbers from `replicas` on are servers that join later; for them it is `name`.
+        """
         others = [name for name, other in self.other_engines.items() for _ in range(other.replicas)]
         first = self.replicas - len(others)
         return others[index - first] if first <= index < self.replicas else self.name
@@ -295,8 +297,8 @@ class RolloutConfig(Section):
     def _servers_suffice(self) -> RolloutConfig:
         if self.name in self.other_engines:
             raise ValueError(
-                f"other_engines has {self.name}, which is rollout.name: remove it there; servers that the "
-                "other engines leave have it"
+                f"other_engines has {self.name}, which is rollout.name: remove it there; the "
+                "servers without another engine run it anyway"
             )
         self.check_servers()
         return self

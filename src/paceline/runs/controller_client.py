@@ -17,7 +17,10 @@ from paceline.wire.records import from_proto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberStatus:
-    """A member of the fleet; `policy` is None before its first version, `engine` is a rollout server's."""
+    """A member of the fleet.
+
+    `policy` is None before its first version; only rollout servers have an `engine`.
+    """
 
     member_id: str
     state: str

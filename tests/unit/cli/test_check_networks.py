@@ -95,7 +95,10 @@ def _smaller_vocabulary(teacher: Path) -> None:
     ("spoil", "said"),
     [
         (shutil.rmtree, r"algorithm.networks.teacher.path=teacher has no weights"),
-        (_without_weights, r"has no weights \(\*.safetensors\); name the folder of a model, such as one that"),
+        (
+            _without_weights,
+            r"has no weights \(\*.safetensors\); name the folder of a model, such as one that",
+        ),
         (lambda teacher: (teacher / "config.json").unlink(), r"path=teacher is not a model folder"),
         (lambda teacher: (teacher / "tokenizer.json").unlink(), r"folder teacher has no tokenizer"),
         (

@@ -110,7 +110,7 @@ class MemberOptions:
                 "--engine",
                 default="",
                 metavar="NAME",
-                help="an engine of rollout.other_engines; left out: rollout.name",
+                help="an engine of rollout.other_engines; default: rollout.name",
             )
         return cls(**vars(parser.parse_args(arguments)))
 
