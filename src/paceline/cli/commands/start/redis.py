@@ -89,7 +89,7 @@ def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str
 def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int, password: str) -> int:
     """Renews the server's certificate whenever half of its lifetime is over, until the server ends.
 
-    A failure is printed and retried at the next look, because the run has no other server.
+    A failure is printed and retried at the next check, because the run has no other server.
     """
     files = [folder / "redis" / name for name in (CERTIFICATE_FILE, CA_FILE)]
     served: list[int] = []
