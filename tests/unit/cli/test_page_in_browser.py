@@ -253,7 +253,7 @@ def test_evaluations_of_several_runs(tmp_path: Path) -> None:
 
 
 def test_fleet_guard_and_events(seen: Any) -> None:
-    assert ["rollout-0", "serving", "v60", "", "2", "1"] in seen["fleet"]
+    assert ["rollout-0", "", "serving", "v60", "", "2", "1"] in seen["fleet"]
     assert "ppo_kl (actor)7-9, 20warn 3x, skip20.06 in step 20above 0.05" in seen["guard"]
     assert seen["events"] == ["run", "member", "member", "group_dropped", "checkpoint", "end"]
 
