@@ -58,6 +58,10 @@ def _slow(run: RecordedRun) -> None:
 
 
 BREACHES: dict[str, tuple[Spoil, str]] = {
+    "tokens of older weights than the bound allows": (
+        lambda r: r.find("dispatch", lambda e: e["step"] == 2).update(policy=f"v0@{weights(0)}"),
+        f"I1: step 2 trained tokens of v0@{weights(0)}, 1 versions older than the weights that it trained",
+    ),
     # the record
     "a gap": (_swap_numbers, "RECORD: an event has the number 99 where 7 is due"),
     "a term that does not increase": (

@@ -312,6 +312,7 @@ async def test_the_next_step_is_waited_for_and_the_last_one_does_not_count() -> 
     assert not any(task.done() for task in waiting)
     clock.step(2, {})
     await asyncio.wait_for(asyncio.gather(*waiting), 60)
+    assert clock.finished == 2
 
 
 def test_chaos_refuses_a_redis_server_of_somebody_else(
