@@ -42,6 +42,7 @@ from support.engine_contract import (
     ROUND_BYTES,
     VOCAB,
     Subject,
+    fake_sglang_subject,
     fake_subject,
     sglang_subject,
     vllm_subject,
@@ -50,7 +51,12 @@ from support.fake_engine import FakeEngine
 from support.memory_broker import MemoryBroker
 from support.rollout_bench import LIMITS, RUN, V0, group
 
-SUBJECTS = {"fake": fake_subject, "vllm": vllm_subject, "sglang": sglang_subject}
+SUBJECTS = {
+    "fake": fake_subject,
+    "vllm": vllm_subject,
+    "sglang": sglang_subject,
+    "sglang-beside-a-stand-in": fake_sglang_subject,
+}
 
 pytestmark = [
     pytest.mark.torch,
@@ -72,7 +78,12 @@ LONG = SamplingSpec(temperature=1.0, max_tokens=MAX_RESPONSE)
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["fake", pytest.param("vllm", marks=VLLM), pytest.param("sglang", marks=SGLANG)],
+    params=[
+        "fake",
+        pytest.param("vllm", marks=VLLM),
+        pytest.param("sglang", marks=SGLANG),
+        "sglang-beside-a-stand-in",
+    ],
 )
 async def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from paceline.config.load import parse
@@ -31,6 +33,7 @@ from support.weight_layouts import DenseModel
 CPU = torch.device("cpu")
 VOCAB, MAX_PROMPT, MAX_RESPONSE = 199, 160, 96
 ROUND_BYTES = 20_000
+FAKE_SGLANG = str(Path(__file__).with_name("fake_sglang"))
 
 
 class ContractLearner:
@@ -247,6 +250,26 @@ async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
     )
     learner.close()
     await engine.shutdown()
+
+
+@asynccontextmanager
+async def fake_sglang_subject(folder: Path) -> AsyncIterator[Subject]:
+    """SGLang's engine and its processes, in which a small stand-in takes the place of SGLang."""
+    with fake_sglang():
+        async with sglang_subject(folder) as subject:
+            yield subject
+
+
+@contextmanager
+def fake_sglang() -> Iterator[None]:
+    """Has this process and its children find the stand-in, and no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.rollout.engines.sglang.arguments.has_gpu", lambda: False)
+        patch.syspath_prepend(FAKE_SGLANG)
+        patch.setenv("PYTHONPATH", os.pathsep.join([FAKE_SGLANG, os.environ.get("PYTHONPATH", "")]))
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        del sys.modules[name]
 
 
 def _run_config(folder: Path, name: str, **rollout: Any) -> RunConfig:
