@@ -64,7 +64,9 @@ async def run(
             failed.append(error)
             raise
 
-    options = MemberOptions(controller=address, member_id="reward-0", host=host, port=0, advertise=advertise)
+    options = MemberOptions(
+        controller=address, member_id="reward-0", host=host, port=0, advertise=advertise, engine="one"
+    )
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         context = ServiceContext("reward-0", tasks)
         session = MemberSession(context, options, kind=MemberKind.REWARD)
@@ -92,6 +94,7 @@ async def test_a_member_serves_registers_reports_and_leaves(controller: tuple[Fa
     async def work(session: MemberSession) -> None:
         await join(session)
         assert fake.registrations[0].address == session.link.address
+        assert fake.registrations[0].engine == session.options.engine == "one"
         await fake.heard.wait()
         fake.run_over = True
         session.poke()
