@@ -9,9 +9,9 @@ TRL is not a dependency of Paceline and needs a separate environment. Both sides
 token ids, reward, batch (64 prompts x 8 samples, two mini-batches) and KL to a reference model. TRL draws
 with transformers, or with vLLM in its own process for `--trl-generation vllm`.
 
-Prints a row per run: the seconds from the command to the beginning of the first step, the median of the steps
-from the second on, and the peak memory of all its processes. The sides alternate, so that a busy machine
-slows both alike; the last line is the median ratio.
+Prints one row per run: the seconds from the command to the first step, the median seconds per step from the
+second step on, and the peak memory of all processes of the run. The sides alternate, so a busy machine slows
+both equally; the last line is the median ratio.
 """
 
 from __future__ import annotations

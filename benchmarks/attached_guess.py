@@ -1,6 +1,6 @@
 """Attaches the guessing game to a run: python benchmarks/attached_guess.py HOST:PORT ...
 
-Ends with the run, and prints the number of games opened but not released; `episode_faults.py` starts it.
+Stops when the run ends and prints the number of games opened but not released; `episode_faults.py` starts it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Injects a number of random faults into runs with a bound on staleness.
+"""Injects random faults into runs with a bound on staleness.
 
     python benchmarks/bounded_faults.py --faults 1000
     python benchmarks/bounded_faults.py --faults 100 --k 4 --in-flight keep --seed 5000
     python benchmarks/bounded_faults.py --faults 100 --replays
 
 Runs the controller's loop with journal, barrier, collector and `paceline verify` over services that compute
-nothing, in one process. The controller is killed, servers and learner end, the broker loses its messages,
-samples come twice or from beyond the bound. Each run must end within its bound, with every step trained once;
-others are listed with seed and faults. Prints a row per bound, and the number of each kind of fault.
+nothing, in one process. The faults: the controller is killed, servers and learner exit, the broker loses its
+messages, samples arrive twice or exceed the bound. Each run must complete within its bound and train every
+step once; a run that does not is listed with its seed and faults. Prints a row per bound and the number of
+faults of each kind.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> int:
         "--in-flight", nargs="+", default=["wait", "keep"], help="values of rollout.in_flight"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the first runs; later runs count on from it"
+        "--seed", type=int, default=0, help="seed of the first runs; it increases by 1 per round of runs"
     )
     parser.add_argument("--replays", action="store_true", help="let steps replay groups of earlier steps")
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measures only the broker path: prompt out, trajectory in, header scored, over a real Redis that it starts.
+"""Measures the broker path alone: prompt out, trajectory in, header scored. Starts a real Redis for it.
 
     python benchmarks/broker_path.py [--groups 1000] [--samples 8] [--tokens 512] [--repeats 3]
 
@@ -52,7 +52,7 @@ STALL_S = 60.0
 
 
 class Timing(NamedTuple):
-    """A run's wall seconds, and the CPU seconds of services and server together."""
+    """Wall seconds of a run, and CPU seconds of the services and Redis together."""
 
     seconds: float
     cpu_s: float
@@ -121,7 +121,7 @@ def answer(group: PromptGroup) -> list[Outgoing]:
 
 
 async def rollout(broker: Broker, ready: asyncio.Event) -> None:
-    """Answers orders until cancelled, with one append per group like the rollout server."""
+    """Answers prompt groups until cancelled, with one append per group like the rollout server."""
     stream = names.prompts(RUN_ID, POLICY.version)
     async with Mailbox(broker, stream, names.ROLLOUT_GROUP, "bench-0", max_entries=8) as box:
         ready.set()
@@ -176,7 +176,7 @@ async def reward(broker: Broker, ready: asyncio.Event) -> None:
 
 
 async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens: int) -> float:
-    """Dispatches the orders and collects every verdict; returns the seconds."""
+    """Dispatches the prompt groups and collects every scored header; returns the seconds."""
     async with Mailbox(
         broker, names.scored(RUN_ID), names.CONTROLLER_GROUP, "bench-0", max_entries=256
     ) as box:
@@ -191,7 +191,7 @@ async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens:
         while len(seen) < num_groups * num_samples:
             entries = await box.take(block_s=STALL_S)
             if not entries:
-                raise SystemExit(f"nothing came for {STALL_S:g} s, {len(seen)} verdicts so far")
+                raise SystemExit(f"no scored header for {STALL_S:g} s, {len(seen)} so far")
             scored = [wire.decode_scored(entry.payload) for entry in entries]
             seen.update(header.trajectory_id for header in scored if isinstance(header, ScoredHeader))
             await box.done(entries)

@@ -9,9 +9,9 @@ controller and Redis; with --kills it only kills rollout servers, their engines 
 service. The environment is a separate process that gets SIGKILL after a random time and is restarted: a
 server, or with --attached a client of the rollout servers. Steps have 16 games of up to 8 turns.
 
-Prints the faults, the findings of `paceline verify`, the kills of each process, and the numbers of games
-trained and of games that the environment still has open. Makes the starting model of
-`benchmarks/episodes.py` if it is missing.
+Prints the faults, the findings of `paceline verify`, the kills of each process, the number of games trained,
+and the number that the environment still has open. Makes the starting model of `benchmarks/episodes.py` if it
+is missing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Killed:
         return [f"rollout.environment.address=127.0.0.1:{self.ports[0]}"]
 
     def _start(self) -> subprocess.Popen[str] | None:
-        """Starts its process; returns None if the run to attach to does not exist yet."""
+        """Starts the environment's process; returns None if the run to attach to does not exist yet."""
         env = {**os.environ, "PORT": str(self.ports[0])}
         command = [sys.executable, str(EXAMPLES / "guess" / "environment.py")]
         if self.is_attached:
@@ -137,13 +137,13 @@ class Killed:
     def _until_it_listens(self, process: subprocess.Popen[str]) -> None:
         while not self.over.wait(0.1):
             if process.poll() is not None:
-                raise RuntimeError(f"the environment does not start at port {self.ports[0]}")
+                raise RuntimeError(f"the environment did not start at port {self.ports[0]}")
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", self.ports[0]), timeout=5.0).close()
                 return
 
     def _ask(self, process: subprocess.Popen[str]) -> int | None:
-        """Waits, up to a limit, until no episode is open; returns the number of open ones."""
+        """Waits, up to a limit, until no episode is open; returns the number still open."""
         if self.is_attached:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,7 +168,7 @@ async def num_open_at(port: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and prints; returns 0 if the run recovered from every fault and is sound."""
+    """Makes the run and prints its results; returns 0 if it recovered from every fault and is sound."""
     args = parse_args(argv)
     start = folder_of(args.start.resolve(), "guess", 0)
     prepare(start, "guess", 0, args.overrides)
@@ -241,7 +241,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         nargs=2,
         default=(3.0, 8.0),
-        help="seconds that the environment lives: from, to",
+        help="shortest and longest seconds until the environment is killed",
     )
     parser.add_argument("--limit-s", type=float, help="end the run after this many seconds")
     parser.add_argument(

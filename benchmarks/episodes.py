@@ -5,8 +5,8 @@
     python benchmarks/episodes.py --table-only                   # the table of the runs in --out
 
 A seed determines data, starting model, order of the prompts and sampling. Complete runs in --out are not
-repeated. The calculator's reward is that of validation (256 held-out sums, greedy), the guessing game's the
-mean of the first five steps, 256 games each, and of the last five.
+repeated. The calculator's reward is the validation reward (256 held-out sums, greedy). The guessing game's is
+the mean over the first and over the last five steps, with 256 games each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Shown metrics of an example, as means of the first and of the last `width` values."""
+    """Metrics to show for an example, as means of the first and of the last `width` values."""
 
     reward: str
     success: str
@@ -164,7 +164,7 @@ def environment_of(example: str, folder: Path) -> Iterator[list[str]]:
 
 
 def failure_of(folder: Path) -> str | None:
-    """Returns a run's failure; "" if it completed, None if it does not exist."""
+    """Returns why a run failed; "" if it completed, None if it does not exist."""
     path = folder / "finding.json"
     return str(json.loads(path.read_text())["failure"]) if path.is_file() else None
 

@@ -4,9 +4,9 @@
 
 Each program is a response: a few hostile acts, mostly followed by the right answer, in some form of code
 fences. They run only in the project's confinement. A consumer takes them from a mailbox, `reward.code` scores
-them, and the results are read like the controller reads them. Prints the outcomes of each kind of act. The
-service must still work, and each response must have a typed error or a reward, namely the grammar's if it
-knows one.
+them, and the results are read as the controller reads them. Prints the outcomes of each kind of act. The
+service must still work, and each response must have a typed error or a reward; if the grammar predicts the
+reward, the two must agree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PRINTS = '{"inputs": ["3 4\\n"], "outputs": ["7"]}'
 CALLS = '{"calls": ["add(3, 4)"], "results": [7]}'
 
 # Acts by kind: those after which the right answer still counts, those after which it does not, and uncertain
-# ones. N is a number of the draw.
+# ones. N is replaced by a random number.
 HARMLESS: Mapping[str, Sequence[str]] = {
     "descriptors": ["for n in range(3, 1024):\n    try: os.write(n, b'+broken')\n    except OSError: pass"],
     "memory": ["x = bytearray(1 << 40)", "x = [bytearray(N << 20) for _ in range(1000)]"],
@@ -148,7 +148,7 @@ class Hostile:
 class Record:
     """The outcomes of the responses.
 
-    `headers` are by prompt id, `endings` the ends of each program. `left` names processes that are left.
+    `headers` are by prompt id; `endings` says how each program ended; `left` names processes that remain.
     """
 
     headers: dict[int, ScoredHeader] = field(default_factory=dict)
@@ -180,7 +180,7 @@ def draw(source: random.Random) -> Hostile:
         act = source.choice(sort[kind]).replace("N", str(source.randint(1, 99)))
         kinds.append(kind)
         body = "".join(f"    {line}\n" for line in act.split("\n"))
-        # Acts before or after a certain end do not count.
+        # One fatal act decides the reward, whatever the other acts do.
         reward = weight if weight == 0.0 or (reward != 0.0 and weight != 1.0) else reward
         lines.append(f"try:\n{body}except BaseException: pass\n")
     ground_truth = source.choice([PRINTS, PRINTS, CALLS])
@@ -193,7 +193,7 @@ def draw(source: random.Random) -> Hostile:
         fence=fence,
         response=FENCES[fence].replace("{}", program),
         ground_truth=ground_truth,
-        # An uncertain act may end the program before a certain one, but not give the answer.
+        # An uncertain act may end the program before a fatal one, but never gives the answer.
         reward=None if reward != reward else reward,
     )
 
@@ -274,7 +274,7 @@ async def _watch(record: Record) -> None:
 
 
 def table(drawn: Sequence[Hostile], record: Record) -> Table:
-    """Makes a table by kind of act: responses, their rewards, errors and ends of programs."""
+    """Makes a table by kind of act: responses, their rewards, errors, and how programs ended."""
     shown = Table("act", "responses", "reward 1", "reward 0", "error", "how programs ended")
     for kind in sorted({kind for hostile in drawn for kind in hostile.kinds}):
         numbers = [number for number, hostile in enumerate(drawn) if kind in hostile.kinds]
@@ -305,7 +305,7 @@ def main() -> int:
     errors = Counter(header.reward_error for header in record.headers.values() if header.reward_error)
     console.print(
         f"{len(record.headers)} of {len(drawn)} responses scored in {time.monotonic() - started:.0f} s; "
-        f"{int(record.has_ended)} services ended; the event loop waited {record.longest_lag_s:.2f} s at most"
+        f"{int(record.has_ended)} services ended; the event loop lagged at most {record.longest_lag_s:.2f} s"
     )
     for (kind, message), count in errors.most_common():
         console.print(f"{count} with the error {kind}: {message}", markup=False)

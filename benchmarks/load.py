@@ -3,13 +3,13 @@
     python benchmarks/load.py [--servers 10 50 200] [--trajectories 1000 10000 100000] [--tokens 16]
 
 Makes a run of a few steps per size: real controller, reward service with a trivial function, Redis, and
-rollout servers (apps, samplers, mailboxes; in a few processes) over engines that answer at once. The learner
-reads its orders and answers. The rest of a step is the cost of services and broker.
+rollout servers (apps, samplers, mailboxes; in a few processes) with engines that answer at once. The learner
+reads each `TrainOrder` and answers. The rest of a step is the cost of services and broker.
 
 Prints medians of the steps after the first: seconds from dispatch to commit, CPU seconds of controller,
-reward service and Redis, peak memory of Redis, and bytes of the journal. For the time before the first step:
-seconds from the controller's start to the first dispatch, when all members have registered and formed a
-group, and the controller's CPU seconds until then.
+reward service and Redis, peak memory of Redis, and bytes of the journal. Also prints the seconds from the
+controller's start to the first dispatch, when all members have registered and formed a group, and the
+controller's CPU seconds until then.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Watched:
     _before: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
 
     def look(self) -> None:
-        """Records the memory that Redis uses now."""
+        """Records how much memory Redis uses now."""
         used = self.client.info("memory")["used_memory"] / 2**20
         self.peak_mib = max(self.peak_mib, used)
 
@@ -101,7 +101,7 @@ class Watched:
             self.start_cpu_s = _cpu_s(self.controller)
 
     def note(self, metrics: Mapping[str, float], journal: Path) -> None:
-        """Records the costs of a step that has ended."""
+        """Records the costs of a completed step."""
         now = (
             *(_cpu_s(process) for process in (self.controller, self.reward, self.redis)),
             journal.stat().st_size,
@@ -235,7 +235,7 @@ def _wait_for_address(file: Path, controller: psutil.Process, log: Path) -> str:
 
 
 def follow(watched: Watched, run_dir: Path, num_steps: int, timeout_s: float) -> None:
-    """Records each step as its line of metrics appears, until the last."""
+    """Records each step when its line of metrics appears, until the last step."""
     deadline, num_lines = time.monotonic() + timeout_s, 0
     path = run_dir / "metrics.jsonl"
     while num_lines <= num_steps:

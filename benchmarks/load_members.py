@@ -53,7 +53,7 @@ def layout() -> RankLayout:
 
 
 def receipt(rank: str, version: int) -> PushReceipt:
-    """Returns the receipt of an instant push; all weights have the version as value."""
+    """Returns the receipt of an instant push; every weight equals the version."""
     part = SliceDigest(name="w", global_shape=SHAPE, box=Box.full(SHAPE), value=version + 1)
     return PushReceipt(
         version=version,
@@ -135,7 +135,7 @@ class PaperEngine(Engine):
 
 
 class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
-    """Answers every order at once, without fetching or training anything."""
+    """Answers every call at once, without fetching or training anything."""
 
     def __init__(self) -> None:
         self.policy = PolicyTag(version=0, digest="")
@@ -168,7 +168,7 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(self, request: Any, context: Any) -> Any:
-        """Reads the order, as the real learner does, and answers."""
+        """Reads the `TrainOrder`, as the real learner does, and answers."""
         order = order_from_proto(request)
         await asyncio.sleep(float(os.environ.get("PACELINE_PAPER_TRAIN_S", "0")))
         self.policy = PolicyTag(version=order.step, digest="")
@@ -201,7 +201,7 @@ async def serve_rollouts(context: ServiceContext, controller: str, first: int, c
     # Spans per group and server would dominate the measurement.
     telemetry.setup = lambda *_, **__: None  # type: ignore[assignment]
     rollout_app.start_engine = start_engine
-    # One for all: a sample reads every process of the machine, and a process has one server elsewhere.
+    # Shared: each sample reads every process of the machine, and normally a process has only one server.
     usage = UsageSampler(uses_gpus=False)
     controller_link.UsageSampler = lambda **_: usage  # type: ignore[assignment, misc]
     async with asyncio.TaskGroup() as tasks:

@@ -2,7 +2,7 @@
 
     python benchmarks/long_rows.py [--tokens 32768] [--repeats 100]
 
-Uses one process, a real Redis and the tokenizer of the arithmetic example. Redis' own time has separate rows.
+Uses one process, a real Redis and the tokenizer of the arithmetic example. Redis has separate rows.
 benchmarks/load.py measures the rest (headers, mailboxes, reward functions).
 """
 
@@ -41,7 +41,7 @@ def print_row(part: str, act: Callable[[], object], repeats: int) -> None:
 
 
 async def print_awaited(part: str, act: Callable[[], Awaitable[object]], repeats: int, pid: int) -> None:
-    """Prints the milliseconds of an awaited call, and those of Redis meanwhile."""
+    """Prints the milliseconds of an awaited call, and the CPU milliseconds of Redis during it."""
     await act()
     began, server = time.process_time(), cpu_seconds([pid])
     for _ in range(repeats):

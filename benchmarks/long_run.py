@@ -1,11 +1,11 @@
-"""Measures verifying, reporting and showing a long run, whose folder it generates.
+"""Generates the folder of a long run, and measures verifying, reporting and showing it.
 
     python benchmarks/long_run.py --steps 20000
     python benchmarks/long_run.py --steps 2000,20000 --files
 
-Journal, metrics and spans are those of a run without validations, with random numbers; with --files also the
-files of its trajectories, of four tokens each. `paceline verify` must find the run sound. Each command is a
-separate process; RSS is its peak. The page shows its head and curves before it requests the journal.
+Generates journal, metrics and spans of a run without validations, with random numbers; with --files also the
+trajectory files, with four tokens each. `paceline verify` must find the run sound. Each command is a separate
+process; RSS is its peak. The page shows its head and curves before it requests the journal.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ COMMANDS = {
     "page, curves": OPEN_PAGE.format(answers=CURVES),
     "page, all": OPEN_PAGE.format(answers=f"{CURVES}, content.journal()"),
 }
-# A child's getrusage includes its parent's peak; the kernel's VmHWM begins with the program.
+# A child's getrusage includes its parent's peak; the kernel's VmHWM starts anew with the program.
 PROGRAM = """
 import re, sys
 from pathlib import Path
@@ -285,7 +285,7 @@ def _children_cpu_s() -> float:
 
 
 def lines_of(folder: Path, num_steps: int) -> Iterator[str]:
-    """Yields the table's lines of a run."""
+    """Yields a run's lines of the table."""
     for name, command in COMMANDS.items():
         seconds, cpu_s, rss = measured(command, folder)
         per_step = seconds / num_steps * 1e3
@@ -298,7 +298,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", default="2000,20000", help="lengths of runs, comma-separated")
     parser.add_argument("--prompts", type=int, default=4, help="per step")
     parser.add_argument("--samples", type=int, default=4, help="per prompt")
-    parser.add_argument("--files", action="store_true", help="also generate the files of trajectories")
+    parser.add_argument("--files", action="store_true", help="also generate the trajectory files")
     parser.add_argument(
         "--keep", type=Path, help="folder in which to keep the runs; default: a temporary one"
     )

@@ -4,13 +4,14 @@
     python benchmarks/losses.py --hidden 896 --vocab 151936       # Qwen2.5-0.5B's head
     python benchmarks/losses.py --device cpu --tokens 512 --vocab 8192 --hidden 256 --repeats 3
 
-Prints a line per form. `plain` makes all logits at once, casts them to float32 and leaves the rest to
-autograd; `chunked` is the learner's form (`paceline.learner.logits.log_probs`), by rows of logits in memory
-at a time. `forward` computes log-probs without a graph, as for old log-probs. `update` computes log-probs and
-entropy, the clipped loss with an entropy bonus, and its gradients with respect to hidden states and head.
-Times are medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of matrix
-products` is the share of the head's matrix products in the time of the update: three products in the plain
-form and four in chunks, timed in the same run. Errors are against a float64 computation of some rows.
+Prints one line per form. `plain` makes all logits at once, casts them to float32 and leaves the rest to
+autograd; `chunked` is the learner's form (`paceline.learner.logits.log_probs`) and has a few rows of logits
+in memory at a time. `forward` computes log-probs without a graph, as for old log-probs. `update` computes
+log-probs and entropy, the clipped loss with an entropy bonus, and its gradients with respect to hidden states
+and head. Times are medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of
+matrix products` is the share of the update's time that the head's matrix products take: three products in the
+plain form and four in chunks, timed in the same run. Errors are differences from a float64 computation of
+some rows.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def update(form: Form, batch: Batch) -> None:
 
 
 def product(batch: Batch) -> None:
-    """Computes the head's product in parts, so that the result needs little memory."""
+    """Computes the head's product in parts, to limit the memory of the result."""
     with torch.no_grad():
         for part in batch.hidden.split(4096):
             part @ batch.head.t()
@@ -204,7 +205,7 @@ def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> f
 
 @torch.no_grad()
 def error(form: Form, batch: Batch) -> float:
-    """Returns the first rows' largest difference from float64."""
+    """Returns the largest difference from float64 in the first rows."""
     rows = slice(0, CHECKED_ROWS)
     log_probs, _ = form(batch.hidden[rows], batch.head, batch.targets[rows], True)
     z = batch.hidden[rows].double() @ batch.head.double().t()

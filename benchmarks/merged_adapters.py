@@ -1,7 +1,7 @@
 """Measures how much of an adapter's change remains after merging into bfloat16 weights.
 
-A bfloat16 weight changes only by more than half of the distance to its neighbour, 0.2 to 0.4 % of its size. A
-is drawn as at the start of a run; each number of B is the rate times the
+A change to a bfloat16 weight is lost unless it exceeds half the distance to the neighbouring value, 0.2 to
+0.4 % of the weight. A is drawn as at the start of a run; each number of B is the learning rate times the
 number of steps, as after AdamW steps in one direction. Weights have a standard deviation of 0.02.
 
     python benchmarks/merged_adapters.py
@@ -22,7 +22,7 @@ STEPS = (1, 10, 100, 1000)
 
 
 def moved_share(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> float:
-    """Projects the merged change on the exact change; returns the ratio of their lengths."""
+    """Projects the merged change on the exact change; returns the length relative to the exact change."""
     wanted = scale * b.double() @ a.double()
     moved = merge(weight, a, b, scale).double() - weight.double()
     return float((moved * wanted).sum() / wanted.square().sum())

@@ -3,8 +3,8 @@
     python benchmarks/packed_attention.py                    # one thread
     python benchmarks/packed_attention.py --device cuda
 
-Prints milliseconds of forward and backward of one layer's attention, the minimum of `--rounds`. `by run`
-calls the kernel for every run of neighbours of equal length and prefix; `padded` is the learner's form.
+Prints milliseconds of forward and backward of one layer's attention, the minimum over `--rounds`. `by run`
+calls the kernel for every run of neighbours with equal length and prefix; `padded` is what the learner uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
     heads: tuple[int, int, int]
 
     def draw(self, device: torch.device) -> PackedSequences:
-        """Returns the sequences, always the same."""
+        """Returns the same sequences on every call."""
         rng = np.random.default_rng(0)
         lengths: list[int] = []
         prefixes: list[int | None] = []
@@ -135,7 +135,7 @@ def in_batches(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tens
 
 
 def run_by_run(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
-    """Computes attention by a call and a slice per run."""
+    """Computes attention with one call and one slice per run."""
     outputs = []
     for run in packed.blocks:
         own_q, own_k, own_v = (

@@ -14,11 +14,11 @@ commit must have one digest on all remaining servers, and `paceline verify` must
 
     python benchmarks/push_faults.py --shape 0.5B --engines 1x1 --kill after --steps-after 20        # 2 GPUs
 
-If every server is killed, the run waits until the launcher has restarted one: `free after` then includes the
+If every server is killed, the run waits until the launcher has restarted one. `free after` then includes the
 start of an engine, and the server gets its weights as a newcomer.
 
-`hang` stops the victim's engine processes (SIGSTOP) at the beginning of a push, but not the server's own
-process, whose heartbeats go on. Only this server may be excluded.
+`hang` stops the victim's engine processes (SIGSTOP) at the beginning of a push. The server's own process
+continues and sends heartbeats. Only this server may be excluded.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rich.table import Table
 from step import ROOT, write_inputs
 
 MOMENTS = {"before": (0, "learn"), "during": (0, "publish"), "after": (1, "dispatch"), "hang": (0, "publish")}
-"""Moments of kills: the beginning of a phase, in the kill's step (0) or the next (1)"""
+"""Moments of kills: the beginning of a phase, in the step of the kill (0) or the next step (1)"""
 
 PUSH_TIMEOUT_S = 10.0
-"""Deadline of a push with a hang; the hung engine's server answers 10 s after it"""
+"""Deadline of a push with a hang; the hung engine's server answers 10 s after the deadline"""
 
 LIMIT_S = 15.0
 RESTART_LIMIT_S = 150.0
-"""Limit if no server is left: includes the start of an engine, its compilation and its graphs"""
+"""Limit if no server is left, including the start, compilation and CUDA graphs of an engine"""
 
 _PUT_OUT = ("dead", "expelled")
 RUN_TIMEOUT_S = 540.0
@@ -66,7 +66,7 @@ class Kill:
 
     @property
     def phase(self) -> tuple[int, str]:
-        """Step and phase at whose beginning the server is killed."""
+        """Step and phase; the server is killed when they begin."""
         later, phase = MOMENTS[self.moment]
         return self.step + later, phase
 
@@ -151,7 +151,7 @@ async def follow_and_kill(
             if done:
                 waiting.free, waiting = event["time"], None
         if pending and step == pending[0].step and to == "collect":
-            family = processes_of(pending[0].victim, path.parent)  # early: the search takes as long as a push
+            family = processes_of(pending[0].victim, path.parent)  # search early: it takes as long as a push
         if pending and (step, to) == pending[0].phase:
             waiting = pending.pop(0)
             if waiting.moment == "during":

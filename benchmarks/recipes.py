@@ -153,7 +153,7 @@ def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]
 
 
 def read_finding(out: Path, recipe: str, seed: int) -> Finding | None:
-    """Returns a run's finding; None if the run is missing or incomplete."""
+    """Returns a run's results; None if the run is missing or incomplete."""
     folder = run_folder(out, recipe, seed)
     if not (folder / "finding.json").is_file():
         return None

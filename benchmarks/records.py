@@ -1,4 +1,4 @@
-"""Records rows of docs/measurements.md: `--record WHAT` writes one to results/, a file per section."""
+"""Records rows of docs/measurements.md: `--record WHAT` writes a row to the section's file in results/."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keep(
         section: name of an existing file.
         what: name of the row; None records nothing.
         number: the result in the section's unit.
-        beside: name and number of a baseline in the same run.
+        beside: name and result of a baseline in the same run.
         ratio: ratio to print; default: the quotient of `number` and the baseline.
         gpus: the names of the GPUs that the run used; empty on CPUs.
     """

@@ -1,4 +1,4 @@
-"""Measures the items per second that a reward service scores, and its latency, by kind of scorer.
+"""Measures a reward service's throughput (items per second) and latency for each kind of scorer.
 
     python benchmarks/rewards.py [--items 4096] [--model examples/arithmetic/judge]
 
@@ -70,7 +70,7 @@ async def scorer(config: dict[str, Any], port: int, command: Sequence[str]) -> A
     )
     try:
         if command:
-            # One thread for a model, as in `paceline train`: two on busy cores wait for each other.
+            # One thread for a model, as in `paceline train`: on busy cores, two threads wait for each other.
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL, env=env)
         await total.start()
@@ -107,7 +107,7 @@ async def rate(total: WeightedSum, items: Sequence[ScoreItem]) -> tuple[float, f
 
 
 def cases(model: str | None) -> list[tuple[str, dict[str, Any], int, list[str]]]:
-    """Returns name, configuration, port and the other side's command of each case."""
+    """Returns each case's name, configuration, port, and command of the other side."""
     me = [sys.executable, str(HERE)]
     function = {"name": f"{HERE}:length"}
     rows = [

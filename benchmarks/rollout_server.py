@@ -8,13 +8,13 @@
 Server: prompt groups from a mailbox, AsyncLLM, one request per sample with its own seed, trajectories with
 blobs and headers into a mailbox, until the last header arrives. Baseline: one call of `LLM.generate` with the
 same prompts and sampling parameters (seeds, log-probabilities, end tokens). Another baseline draws each
-group with `n` and neither seeds nor log-probabilities. `--samplers` names the measured values of
-`rollout.sampler`; only with `engine` do server and baseline draw the same samples.
+group with `n`, without seeds and log-probabilities. `--samplers` names the values of `rollout.sampler` to
+measure; only with `engine` do server and baseline draw the same samples.
 
-Each side has its own process and engine. The sides alternate, so that a busy machine slows them
-alike. The model may have random weights: responses then run to their full length. With `--shape` it has, and
-no token ends a response. On a GPU all sides share it, each with a KV cache of `--kv-gib`; with `--lock FILE`
-benchmarks that are started together measure one after the other.
+Each side has its own process and engine. The sides alternate, so a busy machine slows them equally. A model
+with random weights generates responses of the full length; with `--shape`, weights are random and no token
+ends a response. All sides share one GPU, each with a KV cache of `--kv-gib`; with `--lock FILE`, benchmarks
+started together measure one after the other.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
     }
     if arguments.device == "cuda":
         engine_kwargs: dict[str, Any] = {"kv_cache_memory_bytes": int(arguments.kv_gib * 2**30)}
-        # Given in both cases: by itself the engine compiles only large models.
+        # Always set: by default the engine compiles only large models.
         engine_kwargs["compilation_config"] = (
             {"mode": 3} if arguments.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         )
@@ -177,7 +177,7 @@ def baseline_side(pipe: Connection, config: RunConfig, load_format: str) -> None
         seconds = time.perf_counter() - started
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         pipe.send(Outcome(tokens=tokens, seconds=seconds))
-    # A spawned process ends without finalizers, so the engine's processes would stay.
+    # A spawned process exits without running finalizers, so the engine's processes would survive.
     llm.llm_engine.engine_core.shutdown(timeout=3)
 
 
@@ -232,7 +232,7 @@ async def _round(broker: Broker, load: Load) -> Outcome:
         await broker.ack(results, names.REWARD_GROUP, [entry.entry_id for entry in entries])
         payloads += [entry.payload for entry in entries]
     seconds = time.perf_counter() - started
-    # A scorer's work on them is not part of the server's time.
+    # The server's time does not include a scorer's work on the trajectories.
     headers = [decode_trajectory_header(payload) for payload in payloads]
     keys = [header.blob_key for header in headers]
     tokens = sum(header.num_response_tokens for header in headers)
@@ -334,7 +334,7 @@ def measure(arguments: argparse.Namespace, sides: dict[str, Ask], length: int) -
         if {"engine", "same"} <= drawn.keys() and drawn["engine"].tokens != drawn["same"].tokens:
             print(
                 f"the sides drew {drawn['engine'].tokens} and {drawn['same'].tokens} tokens: "
-                "these are not the same samples"
+                "the samples differ"
             )
         if index:
             for name, outcome in drawn.items():
@@ -391,7 +391,7 @@ def keep(results: dict[int, dict[str, list[Outcome]]], arguments: argparse.Names
 
 
 def main() -> int:
-    """Runs and prints the table."""
+    """Runs the benchmark and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,10 +2,11 @@
 
     python benchmarks/scale.py [--prompts 4096] [--samples 8 32 128] [--ranks 8 32 128 512]
 
-Loads no model and starts no process. Seconds are CPU time of this process. For a step: the bytes of the
-controller's order to the learner, the time to write and read it, and the plan of micro-batches, which every
-rank computes. For a checkpoint: the manifest, and rank 0's work on the plans of all ranks for torch's
-metadata; tensors are those of a 72B model with AdamW's averages, with a shard of each on every rank.
+Loads no model and starts no process. Seconds are CPU time of this process. For a step, measures the bytes of
+the controller's `TrainOrder` to the learner, the time to write and read it, and the plan of micro-batches,
+which every rank computes. For a checkpoint, measures the manifest, and rank 0's work on the plans of all
+ranks for torch's metadata. The tensors are those of a 72B model with AdamW's averages; every rank has a shard
+of each.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def rows_of(prompts: int, samples: int) -> tuple[BatchRow, ...]:
 
 
 def print_step(prompts: int, samples: int) -> None:
-    """Prints a line of the table of steps."""
+    """Prints a row of the table of steps."""
     rows = rows_of(prompts, samples)
     policy = PolicyTag(version=0, digest="0" * 16)
     order, digested = timed(lambda: TrainOrder(step=1, policy=policy, rows=rows))
@@ -130,7 +131,7 @@ def save_plan(rank: int, num_ranks: int) -> planner.SavePlan:
 
 
 def print_checkpoint(ranks: int) -> None:
-    """Prints a line of the table of checkpoints."""
+    """Prints a row of the table of checkpoints."""
     files = {f"__{rank}_0.distcp": FileRecord(size=2**33, digest="0" * 32) for rank in range(ranks)}
     manifest = Manifest(
         step=1,
@@ -168,7 +169,7 @@ def main() -> int:
     print(f"$ python {' '.join(sys.argv)}")
     print(f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}\n")
     print(
-        "| rows | MiB of the order | s to write it | s to read it, each rank | s to plan, each rank "
+        "| rows | MiB of TrainOrder | s to write it | s to read it, each rank | s to plan, each rank "
         "| with shared prompts |\n|---|---|---|---|---|---|"
     )
     for samples in args.samples:

@@ -1,11 +1,11 @@
-"""Measures what planning a push of a large model costs a rank, using only the tensors' shapes.
+"""Measures the cost of planning a push of a large model on one rank, using only the tensors' shapes.
 
     python benchmarks/scale_pushes.py 72B --learners 32 --servers 4 --size 8 [--relay auto]
     python benchmarks/scale_pushes.py 671B --learners 128 --servers 16 --size 16
 
-Learner ranks hold rows as FSDP2 shards them, rollout ranks the slices of vLLM's tensor parallelism. No
-parameter is allocated. Times are CPU seconds: `plan` is the plan for all ranks, which every rank
-computes; `own` is the layout of the rank's own messages, for learner rank 0 and rollout rank 0.
+Learner ranks hold FSDP2's shards of rows, rollout ranks the slices of vLLM's tensor parallelism. No parameter
+is allocated. Times are CPU seconds: `plan` is the plan for all ranks, which every rank computes; `own` is the
+layout of the rank's own messages, for learner rank 0 and rollout rank 0.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Cut = tuple[int, int, int, str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """A tensor of the checkpoint, and how a server's ranks hold it.
+    """A tensor of the checkpoint, and how it is distributed over a server's ranks.
 
     Attributes:
         dim: dimension cut by tensor parallelism; None: every rank has the complete tensor.
         param: the engine's parameter that contains it.
-        at: its offset along `dim` in the complete parameter; each rank's shard has it at `at` / size.
+        at: the tensor's offset along `dim` in the complete parameter; in a rank's shard it is `at` / size.
         parts: number of equal tensors that are concatenated along `dim` and cut separately.
         heads: indivisible units, such as key heads; fewer heads than ranks are replicated.
     """

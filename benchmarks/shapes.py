@@ -48,10 +48,10 @@ LARGE_MIXTURE: dict[str, Any] = shape(2048, 6144, 16, 32, 4, 151936, tied=False)
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
-"""Qwen3-30B-A3B's with 16 of its 48 layers: 10.6 billion parameters, 1.5 of them per token"""
+"""Qwen3-30B-A3B with 16 of its 48 layers: 10.6 billion parameters, 1.5 billion active per token"""
 
 WHOLE_MIXTURE = LARGE_MIXTURE | {"num_hidden_layers": 48}
-"""Qwen3-30B-A3B's: 30.5 billion parameters, 3.3 of them per token"""
+"""Qwen3-30B-A3B: 30.5 billion parameters, 3.3 billion active per token"""
 
 LATENT: dict[str, Any] = shape(1024, 2048, 4, 8, 8, 1024, tied=False) | {
     "q_lora_rank": 256,
@@ -69,7 +69,7 @@ LATENT: dict[str, Any] = shape(1024, 2048, 4, 8, 8, 1024, tied=False) | {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
-"""Latent attention of DeepSeek's sizes in a small model, one dense layer and three with experts"""
+"""A small model with DeepSeek's sizes of latent attention, one dense layer and three layers with experts"""
 
 DEEPSEEK_V2 = LATENT | {
     "architectures": ["DeepseekV2ForCausalLM"],

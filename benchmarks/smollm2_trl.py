@@ -1,4 +1,4 @@
-"""Runs the job of examples/smollm2/tasks.yaml in TRL: same model, rows, reward, batch, steps and rate.
+"""Runs examples/smollm2/tasks.yaml in TRL, with the same model, rows, reward, batch, steps and learning rate.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch trl==1.16.0 vllm reasoning-gym
     PYTHONPATH=src /tmp/trl/bin/python benchmarks/smollm2_trl.py --vllm 0.3 --out runs/trl-0
@@ -7,7 +7,8 @@
 TRL is not a dependency of Paceline and needs a separate environment. Numbers come from the configuration. As
 in Paceline, the loss is GRPO's mean over tokens without KL, weights and AdamW's averages are float32, and
 forward passes compute in `model.dtype`; vLLM generates in TRL's process. Prints the seconds from the command
-to the first step, the median of a step from the second on, sampled tokens/s of whole steps, and the rewards.
+to the first step, the median seconds per step from the second on, sampled tokens/s of complete steps, and the
+rewards.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def rows(data: dict[str, Any]) -> list[dict[str, Any]]:
 def settings(
     args: argparse.Namespace, config: dict[str, Any], steps: int, batch: int, updates: int
 ) -> GRPOConfig:
-    """Returns TRL's configuration of the job."""
+    """Returns TRL's configuration of the run."""
     data, rows_at_once = config["data"], min(args.rows_at_once, batch)
     longest = data["max_prompt_length"] + data["max_response_length"]
     vllm_options = {"vllm_gpu_memory_utilization": args.vllm, "vllm_max_model_length": longest}

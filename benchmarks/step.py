@@ -3,20 +3,20 @@
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1      # 8 GPUs
     python benchmarks/step.py --shape 7B --learners 2 --engines 2x1      # 4 GPUs
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1 --placement colocated   # 4 GPUs
-    python benchmarks/step.py --shape 3B --placement auto    # like a short user file, on all GPUs
+    python benchmarks/step.py --shape 3B --placement auto    # a short configuration, on all GPUs
     python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu \\
         --prompts 8 --prompt-tokens 32 --response-tokens 16
 
-Runs GRPO without a reference model by `paceline train`. All prompts have the given number of random tokens,
-responses end at the limit, and the reward is a cheap function of the text. With `--lengths mixed` prompts
-have a quarter of that up to all of it, and responses are log-normal with a median of three eighths of the
-limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first
-visible GPUs, engines the next; with `--placement colocated` both take turns on the same GPUs. With
-`--placement auto` the file names data, model, lengths, batch and reward, and `paceline train` chooses the
-rest.
+Runs `paceline train` with GRPO without a reference model. All prompts have the given number of random tokens,
+responses end at the limit, and the reward is a cheap function of the text. With `--lengths mixed`, prompts
+have between a quarter of the number and the full number, and response lengths are log-normal with a median of
+three eighths of the limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks
+take the first visible GPUs, engines the next; with `--placement colocated` both take turns on the same GPUs.
+With `--placement auto` the configuration contains only data, model, lengths, batch and reward, and `paceline
+train` chooses the rest.
 
-Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
-update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
+Prints medians from the second step on. tokens/s count prompts and responses of the step. MFU is the update's
+rate of arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
 8,192 bfloat16 product and of the vendor's peak. Generation is per engine GPU, the update per learner GPU.
 The last lines show how long each side waits.
 """
@@ -136,7 +136,8 @@ def take_layout(args: argparse.Namespace, resolved: Path) -> None:
 def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, Any]]:
     """Runs `paceline train` until the steps are done, and returns their metrics from `path`.
 
-    The run has one more step and is stopped before it: its end would write a checkpoint, 85 GiB for 7B.
+    The run is configured with one more step and stopped before it, because a run that completes writes a
+    checkpoint (85 GiB for 7B).
     """
     more = f"trainer.total_steps={args.steps + 1}"
     command = [
@@ -221,7 +222,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     ranks = list(gpus[: args.learners])
     begin = 0 if args.placement == "colocated" else args.learners
     engines = list(gpus[begin : begin + num_engines * parallel_size])
-    # In a split layout an engine has its own GPU; otherwise `paceline train` chooses its share.
+    # In a split layout an engine has its own GPU; otherwise `paceline train` chooses the engine's share.
     share = {"gpu_memory_utilization": 0.85} if args.placement == "split" else {}
     run = _given(args, work)
     if args.placement == "auto":
@@ -352,7 +353,7 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     all_tokens = metrics["perf/tokens_per_s"] * step_s
     taken_ahead = metrics.get("ahead/gradient_share", 0.0)
     learn_rate = all_tokens * (1 - taken_ahead) / metrics["timing_s/update_actor"]
-    # The first mini-batch's come from its own forward pass, except in audited steps.
+    # The first mini-batch's old log-probs come from its own forward pass, except in audited steps.
     scored = max(0.0, 1 - 1 / args.mini_batches - metrics.get("ahead/scored_share", 0.0) + taken_ahead)
     score_rate = scored * all_tokens / metrics["timing_s/old_log_prob"]
     generation_rate = response_tokens / metrics["timing_s/gen"]

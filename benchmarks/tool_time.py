@@ -1,13 +1,13 @@
-"""Measures what slow tools cost a rollout server: tokens per second, slots in use, the tail of a step.
+"""Measures the cost of slow tools on a rollout server: tokens per second, slots in use, the tail of a step.
 
     python examples/calculator/prepare.py
     python benchmarks/tool_time.py [--tool-seconds 0 0.1 2] [--max-num-seqs 64]
     python benchmarks/tool_time.py --device cuda --shape 0.5B --prompts 64 --max-num-seqs 128
 
 Episodes have 1 to 8 turns (log-normal) of about 30 tokens each (the weights are random, and one token in 32
-ends a turn); between turns the environment waits, log-normal with the given mean. The baseline draws single
-answers with the same number of tokens. Slots are the average numbers of requests in the engine and of open
-episodes until nine tenths of the episodes have ended. The tail is the time after that.
+ends a turn). Between turns the environment waits for a log-normal time with the given mean. The baseline
+draws single answers with the same number of tokens. Slots are the average numbers of requests in the engine
+and of open episodes until nine tenths of the episodes have ended. The tail is the time after that.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ class Bench:
         self._tokenizer = load_tokenizer(str(MODEL))
         end = self._tokenizer.convert_tokens_to_ids("<|end|>")
         size = len(self._tokenizer)
-        # Any of these ends a turn; only the template's own is rendered.
+        # Each of these tokens ends a turn; only the template's end token is rendered.
         self._ends = tuple(sorted({end, *range(3, size, TURN_TOKENS)}))
         self._rules = rules_of(config, self._tokenizer, (end,))
 
     async def round(self, mean_s: float | None, number: int) -> dict[str, float]:
-        """Draws a step's groups; with a mean of None, single answers."""
+        """Draws a step's groups; a mean of None draws single answers."""
         broker, waits = MemoryBroker(), Waits(mean_s or 0.0)
         episodes = Episodes(
             engine=self._engine, environment=waits, rules=self._rules, retries=0, check=check_samples
@@ -270,7 +270,7 @@ async def measure(arguments: argparse.Namespace, folder: str) -> None:
 
 
 def main() -> int:
-    """Runs and prints the table."""
+    """Runs the benchmark and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

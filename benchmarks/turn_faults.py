@@ -34,7 +34,7 @@ SHOWN = ("rollout/mismatch_kl", "actor/first_ppo_kl")
 
 @dataclass(kw_only=True)
 class Kill:
-    """The victim and step of a kill, and the journal's times of the kill and of the next commit."""
+    """Victim and step of a kill, and the times of the kill and the next commit in the journal."""
 
     victim: str
     step: int

@@ -1,14 +1,14 @@
-"""Measures turns of learner ranks and engines on the same GPUs: sleep, wake, push, first token.
+"""Measures how learner ranks and engines take turns on the same GPUs: sleep, wake, push, first token.
 
     python benchmarks/turns.py --shape 0.5B --learners 1 --engines 1x1      # 1 GPU
     python benchmarks/turns.py --shape 7B --learners 4 --engines 4x1,2x2    # 4 GPUs
     python benchmarks/turns.py --shape tiny --learners 2 --engines 2x1 --device cpu
 
 In each turn, all engines sleep; the weights change; engines wake their weights; a push goes through shared
-memory; engines wake their KV caches, and draw one token, then 16 more. Every push compares the digests of all
-ranks. At the end the last weights are also pushed over gloo, and again over shared memory: the tokens drawn
-after the three pushes must be equal. Prints medians in milliseconds without the first turn; `free GiB` is the
-free memory of the first GPU while the engines sleep and while they are awake.
+memory; engines wake their KV caches and draw one token, then 16 more. Every push compares the digests of all
+ranks. At the end the last weights are also pushed over gloo and once more over shared memory; the tokens
+drawn after the three pushes must be equal. Prints medians in milliseconds without the first turn; `free GiB`
+is the free memory of the first GPU while the engines sleep and while they are awake.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TOKENS = 16
 
 
 def turn(fleet: Fleet, version: int) -> dict[str, float]:
-    """Makes one turn of the learner and one of the engines; returns milliseconds."""
+    """Gives the learner and the engines one turn each; returns milliseconds."""
 
     def slowest(method: str, *args: Any) -> float:
         began = time.perf_counter()
@@ -77,7 +77,7 @@ def measure(fleet: Fleet, round_bytes: int, turns: int) -> dict[str, float]:
 
 
 def check_equal(fleet: Fleet, round_bytes: int) -> float:
-    """Exits unless engines draw the same after pushes of equal weights; returns gloo's milliseconds."""
+    """Exits unless engines draw equal tokens after pushes of equal weights; returns gloo's milliseconds."""
     drawn, gloo_ms = [tokens(fleet)], 0.0
     for backend in ("gloo", "shared"):
         fleet.describe(round_bytes, "never", backend)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument(
         "--engines", default="1x1", help="engines x tensor-parallel size, for example 4x1,2x2"
     )
-    parser.add_argument("--staging-mib", type=int, default=1024, help="as weights.staging_mib")
+    parser.add_argument("--staging-mib", type=int, default=1024, help="value of weights.staging_mib")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()

@@ -8,15 +8,16 @@
 
 Runs the learner's own training step, from the plan to the optimizer step, with random weights, groups of
 --samples samples, and GRPO with one mini-batch. Each form takes a step on a quarter of the rows, which
-compiles it, a full step to fill the allocator, and a timed step; with --shared, the last two again with
-shared prompts.
+compiles it, a full step to fill the allocator, and a timed step. With --shared, the last two are repeated
+with shared prompts.
 
 MFU counts the operations of the tokens that went through the model, without recomputation, relative to the
 vendor's peak; tokens/s count the tokens of the batch, per rank. `GiB` is the peak memory of tensors in the
-update. `scoring` is the time of old log-probs. `gradient` is the norm's difference from the first form's,
-`ratio` the mean log-ratio of the first mini-batch. It must be 0, unless memory ran out and micro-batches were
-halved: old log-probs were computed in unhalved ones, and rounding depends on an expert's tokens. `compiling`
-is the time of the first step's compilations, and of later ones after the sign +.
+update. `scoring` is the time of old log-probs. `gradient` is the relative difference of the gradient norm
+from the first form's. `ratio` is the mean log-ratio of the first mini-batch. It must be 0, unless memory ran
+out and micro-batches were halved: old log-probs were computed before, in larger micro-batches, and an
+expert's rounding depends on its number of tokens. `compiling` is the time of the first step's compilations +
+that of later ones.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SAID = ("timing_s/", "perf/", "actor/grad_norm", "actor/first_ppo_kl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A form of the update: a row of the table; `sequences` is per micro-batch."""
+    """A form of the update, which is a row of the table; `sequences` is per micro-batch."""
 
     sequences: int = 8
     compiled: bool = True
@@ -168,7 +169,7 @@ def measure(
     folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks
 ) -> dict[SharingMode, dict[str, float]]:
     """Returns metrics of the timed steps, by whether prompts are shared."""
-    torch.compiler.reset()  # another form of the same layers would use this form's kernels
+    torch.compiler.reset()  # or the form would use the kernels of the form before it
     config = configuration(folder, form, args, ranks)
     learner = build(config, ranks)
     num_prompts = args.sequences * ranks.data.size // args.samples
@@ -224,7 +225,7 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
 
 
 def build(config: RunConfig, ranks: Ranks) -> Learner:
-    """Returns a learner with random weights and averages."""
+    """Returns a learner with random weights and optimizer averages."""
     precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
     options = LayerOptions.of_actor(config.actor)
     policy = unfilled_policy(
@@ -238,7 +239,7 @@ def build(config: RunConfig, ranks: Ranks) -> Learner:
 
 @torch.no_grad()
 def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
-    """Draws the weights on the device, equally for every form and mesh."""
+    """Draws the weights on the device; they are equal for every form and mesh."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     for name, parameter in hugging_face_names(policy):
         local, start, stop = local_rows(parameter)
@@ -284,13 +285,9 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
     assert not result.skip_reasons, result.skip_reasons
     ratio = result.metrics["actor/first_ppo_kl"]
     if "guard/out_of_memory" in result.metrics:
-        print(
-            f"halved micro-batches, whole ones for old log-probs: a mean log-ratio of {ratio:.1e}", flush=True
-        )
+        print(f"micro-batches were halved after old log-probs: mean log-ratio {ratio:.1e}", flush=True)
     else:
-        assert ratio == 0.0, (
-            f"old log-probs and update were not computed alike: a mean log-ratio of {ratio:.1e}"
-        )
+        assert ratio == 0.0, f"old log-probs and update were computed differently: mean log-ratio {ratio:.1e}"
     return dict(result.metrics)
 
 

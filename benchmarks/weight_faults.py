@@ -6,8 +6,8 @@
 `network` disables P2P and shared memory, so that NCCL uses sockets as between machines, and kills the
 receiver in a push. The learner also has its own group, as for FSDP. torch's watchdog and monitor would end
 the healthy process; with Paceline's group they must not (`docs/decisions/0015`). After every fault the
-learner forms a new group with a fresh receiver and pushes again; after `network` it does so once more when
-torch's threads would have ended it.
+learner forms a new group with a fresh receiver and pushes again. After `network` it does so a second time,
+when torch's threads would have ended the process.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NETWORK = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "15",
 }
-"""Sockets, and a monitor that ends the process within seconds; torch's default is 8 minutes"""
+"""Makes NCCL use sockets, and torch's monitor end the process within seconds (default: 8 minutes)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The size of a push, and its transport."""
+    """Size and transport of a push."""
 
     device: str
     layers: int
@@ -110,7 +110,7 @@ class Member:
         return self._receiver.receive(version, self._options.deadline_s).num_bytes
 
     def own_group(self, port: int) -> None:
-        """Makes the process's default group over NCCL, as the learner's FSDP has it, and uses it."""
+        """Makes the process's default group over NCCL, as FSDP does in the learner, and uses it."""
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", port, is_master=True)
@@ -145,7 +145,7 @@ class Member:
 
 
 def refuse(*args: object) -> Any:
-    """Stands for a call that fails."""
+    """Raises an error in place of an allocation."""
     from paceline.core.errors import WeightSyncError
 
     raise WeightSyncError("no memory for staging")
@@ -198,7 +198,7 @@ class Rank:
             self.process.join(10)
             return "dead", self.process.exitcode, 0.0
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGUSR1)  # it prints where it is
+        os.kill(self.process.pid, signal.SIGUSR1)  # makes it print its stack
         time.sleep(1.0)
         return "no answer", None, timeout_s
 
@@ -296,7 +296,7 @@ def between(pair: Pair) -> Row:
 
 
 def called_off(pair: Pair) -> Row:
-    """Does the same, but cancels the join after a second, as the controller does."""
+    """Does the same as `between`, but cancels the join after a second, as the controller does."""
     from paceline.weights.transport.rendezvous import abandon
 
     pair.begin_join("dies")
@@ -407,7 +407,7 @@ def main() -> int:
     pair.close()
     if cuda:
         rows += network(options)
-    table = Table("fault", "what the learner says", "as it must be", "afterwards")
+    table = Table("fault", "the learner's error", "as it must be", "afterwards")
     for name, (said, good, afterwards) in rows:
         table.add_row(name, said, "yes" if good else "NO", afterwards)
     Console(width=180).print(f"$ {' '.join(sys.argv)}", table)

@@ -7,21 +7,21 @@
 
 `--engines 2x1` means two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines the
 next. The weights are random and change before every push; digests of all ranks are compared after every push.
-If `weights.relay: auto` would relay weights between rollout ranks, there is a row without relaying and one
-with it.
+If `weights.relay: auto` would relay weights between rollout ranks, there is a row with and a row without
+relaying.
 
 Columns, medians in milliseconds:
   transfer        from the learners' first cast until the last receiver has scattered everything; receivers
                   already wait when the learners begin
-  pause           from the orders to both sides until digests agree and prefix caches are reset
-  digest          the digest of the slowest rank on each side
+  pause           from the calls to both sides until digests agree and prefix caches are reset
+  digest          time of the digest on the slowest rank of each side
   join            forming the group, and forming it again
-  first           the first transfer after each of these
+  first           the first transfer after each of the two joins
   plain           the links' limit: the same bytes per pair as one message in one grouped call, nothing else
   out GB l/r      bytes that the busiest learner rank and the busiest rollout rank send
-  usual           the usual way: every tensor gathered in full on all learner ranks in the wire's type, packed
-                  into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded there by the engine's
-                  own loader; without digests, from its beginning until the last rank has loaded
+  usual           the usual way: all learner ranks gather every full tensor in the wire's type, rank 0 packs
+                  them into 1 GiB buffers and broadcasts them to all rollout ranks, which load them with the
+                  engine's own loader; without digests, until the last rank has loaded
 
 `--trace FOLDER` writes a trace of one push of each row, one file per rank, for chrome://tracing or Perfetto.
 """
@@ -164,10 +164,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default="0.5B,7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=4, help="FSDP2 ranks")
-    parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, a row each")
-    parser.add_argument("--staging-mib", default="1024", help="staging memory of a rank; a row each")
+    parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, row by row")
+    parser.add_argument("--staging-mib", default="1024", help="staging memory of a rank, row by row")
     parser.add_argument(
-        "--relay", default="never,auto", help="never, auto or always; a row each, auto only if it relays"
+        "--relay", default="never,auto", help="never, auto or always, row by row; auto only if it relays"
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -22,9 +22,9 @@ _EPOCHS_ASIDE = 1_000_000
 
 
 def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
-    """Returns milliseconds of each of `repeats` rounds, without pauses.
+    """Returns the milliseconds of each of `repeats` rounds, without pauses.
 
-    In a round each pair exchanges one message with the bytes that a push moves between the two.
+    In a round, each pair of ranks exchanges one message with as many bytes as a push moves between them.
     """
     sizes: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for key, parts in group.plan.messages_of(group.rank).items():
@@ -45,7 +45,7 @@ def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
         group._post(ends[0], ends[1], deadline).wait(deadline)
         marks.append(mark(group.device))
     group._finish(deadline)
-    # The first round includes the wait for the others.
+    # The first round includes the wait for the other ranks.
     return [milliseconds(a, b) for a, b in itertools.pairwise(marks[1:])]
 
 
@@ -64,9 +64,9 @@ def milliseconds(begin: Any, end: Any) -> float:
 
 
 class Trace:
-    """A profile of the process on CPU and GPU from `begin` to `end`, for a trace viewer.
+    """Profiles the process on CPU and GPU from `begin` to `end`, for a trace viewer.
 
-    A process's first profile is slow, so take one to warm up.
+    The first profile of a process is slow, so take one to warm up.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Broadcast:
         return self._group.broadcast([self._buffer(number, size)[:size]])
 
     def _buffer(self, number: int, size: int = 0) -> torch.Tensor:
-        """Returns one of two buffers, larger than usual if a tensor needs that."""
+        """Returns one of two buffers, enlarged if a tensor needs more."""
         while len(self._buffers) < 2:
             self._buffers.append(torch.empty(self._room, dtype=self._dtype, device=self._device))
         if self._buffers[number % 2].numel() < size:

@@ -25,7 +25,7 @@ from paceline.weights.receipt import PushReceipt
 
 START_S = 400.0
 HEAD_START_S = 0.01
-"""How much earlier receivers begin than learners, in seconds"""
+"""Seconds by which receivers start before learners"""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Fleet:
         return answers(self.learners), answers(self.servers)
 
     def describe(self, round_bytes: int, relay: str, backend: Any = "auto") -> TransferPlan:
-        """Makes the spec of the next group; returns its transfer plan."""
+        """Makes the spec of the next group; returns the group's transfer plan."""
         self.epoch += 1
         order(self.learners, "layout")
         order(self.servers, "layout")
@@ -186,7 +186,7 @@ def order(pipes: list[Connection], method: str, *args: Any) -> None:
 
 
 def answers(pipes: list[Connection], timeout_s: float = 3 * TIMEOUT_S) -> list[Any]:
-    """Returns an answer of each process; exits if one failed."""
+    """Returns the answer of each process; exits if a process failed."""
     received = []
     for pipe in pipes:
         if not pipe.poll(timeout_s):

@@ -85,7 +85,7 @@ class Learner:
         self.publisher = WeightPublisher(model, self.device)
 
     def layout(self) -> tuple[bytes, tuple[str, int] | None]:
-        """Returns its layout and, from rank 0, the rendezvous address."""
+        """Returns the rank's layout and, from rank 0, the rendezvous address."""
         return self.publisher.layout().to_bytes(), self.publisher.open_store() if self.rank == 0 else None
 
     def join(self, spec: bytes) -> None:
@@ -100,7 +100,7 @@ class Learner:
         self._synchronize()
 
     def push(self, version: int) -> dict[str, Any]:
-        """Sends its part; returns when it began, among others."""
+        """Sends the rank's part; returns the time at which it began, and the receipt."""
         began = time.perf_counter()
         return {"began": began, "receipt": self.publisher.publish(version).to_bytes()}
 
@@ -149,7 +149,7 @@ class Learner:
         return [(name, list(param.shape)) for name, param in self.publisher._parameters().items()]
 
     def memory(self, reset: bool) -> dict[str, int]:
-        """Returns bytes allocated now, and the most since the last reset."""
+        """Returns the bytes allocated now, and the peak since the last reset."""
         if self.device.type != "cuda":
             return {"now": 0, "peak": 0}
         memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
@@ -158,7 +158,7 @@ class Learner:
         return memory
 
     def free(self) -> int:
-        """Returns the free bytes of its GPU."""
+        """Returns the free bytes of the rank's GPU."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def trace(self, folder: str | None) -> None:
@@ -240,7 +240,7 @@ class Server:
         await self.engine.join(WeightGroupSpec.from_bytes(spec), offset, TIMEOUT_S)
 
     async def push(self, version: int) -> dict[str, Any]:
-        """Receives as a server does; returns the ranks' own times, too."""
+        """Receives as a server does; also returns the times of each rank."""
         ordered = time.perf_counter()
         receipt = await self.engine.receive(version, TIMEOUT_S)
         ended = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The worker extension of `weights.py`: the real one with times in its answers, and two baselines."""
+"""The worker extension of `weights.py`: Paceline's own, with times in its answers and two baselines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TimedExtension(PacelineWorkerExtension):
         return {}
 
     def paceline_memory(self, reset: bool) -> dict[str, Any]:
-        """Returns bytes allocated now, and the most since the last reset."""
+        """Returns the bytes allocated now, and the peak since the last reset."""
         if not torch.cuda.is_available():
             return {"now": 0, "peak": 0}
         memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}

@@ -1,16 +1,16 @@
-"""Compares steps with and without work ahead: a real learner, and simulated generation.
+"""Compares steps with and without work ahead, with a real learner and simulated generation.
 
     python benchmarks/work_ahead.py                                            # one GPU: Qwen2.5-0.5B's shape
     python benchmarks/work_ahead.py --device cpu --shape tiny --prompts 32 --median 48 --longest 256
 
 Uses random weights, GRPO with 8 samples per prompt, and log-normal response lengths. Servers are simulated:
 `--places` sequences decode at a time, each in proportion to its length, and the time per token is chosen so
-that generation takes `--generation` times the learner's part of a step. Nothing else computes, as if servers
-had their own GPUs. The learner gets chunks as from a controller (`barrier.work_ahead`). A step lasts from the
-first token to the end of the update; times are medians of `--rounds` after a warm-up.
+that generation takes `--generation` times the learner's part of a step. The GPU computes nothing else, as if
+servers had their own GPUs. The learner gets chunks as a controller sends them (`barrier.work_ahead`). A step
+lasts from the first token to the end of the update; times are medians of `--rounds` after a warm-up.
 
-`after` is the part of a step after the last response; `ahead` is the share of rows that were scored, and of
-those whose gradient was taken, before it.
+`after` is the part of a step after the last response. `ahead` is the share of rows that were scored before
+the last response, and the share whose gradient was taken before it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Seconds of a step, seconds after the last response, and the shares done ahead."""
+    """Seconds of a step, seconds after the last response, and shares of rows done ahead."""
 
     step_s: float
     after_s: float
@@ -124,7 +124,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sigma", type=float, default=1.0, help="standard deviation of the lengths' logarithm"
     )
-    parser.add_argument("--places", type=int, default=256, help="sequences that decode at a time")
+    parser.add_argument("--places", type=int, default=256, help="number of sequences that decode at a time")
     parser.add_argument(
         "--generation",
         type=float,
@@ -218,7 +218,7 @@ def sample(
 
 
 def time_per_token(learner: Learner, args: argparse.Namespace) -> float:
-    """Returns seconds per token such that generation takes `--generation` measured learner steps."""
+    """Returns the seconds per token with which generation takes `--generation` measured learner steps."""
     measure(learner, 0.0, args)
     samples = draw(1, learner.vocab_size, args)
     return float(args.generation * measure(learner, 0.0, args).step_s / max(s.ends for s in samples))

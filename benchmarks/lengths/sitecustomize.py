@@ -1,6 +1,6 @@
-"""Ends each response at a length drawn from a log-normal by the sample's seed: for `step.py --lengths mixed`.
+"""Ends each response at a log-normal length drawn with the sample's seed, for `step.py --lengths mixed`.
 
-Python imports a module of this name at its start if the folder is on PYTHONPATH. Random weights hardly ever
+Python imports a module of this name at startup if the folder is on PYTHONPATH. Random weights hardly ever
 draw the end token, so all responses would be equally long. Only rollout servers are changed.
 """
 
