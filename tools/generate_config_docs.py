@@ -36,13 +36,13 @@ HEAD = """# Configuration
 *Generated from `src/paceline/config` by `tools/generate_config_docs.py`; do not edit.*
 
 A configuration is a YAML file. Unknown keys are errors. Any value can be given on the command line as
-`dotted.key=value` (`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); list
-items have numbers (`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints the values in
-force; every run keeps them as `config.resolved.yaml`.
+`dotted.key=value` (`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); items of
+lists are addressed by their index (`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints
+the resulting values; every run keeps them as `config.resolved.yaml`.
 
-A file may begin with `extends: other.yaml`, a path relative to itself. It then holds only what differs: its
-values replace those of the other file, key by key, and a list replaces the whole list. The other file
-may extend a third one. All other paths in a file are relative to the working directory.
+A file may begin with `extends: other.yaml`, a path relative to the file. It then contains only differences:
+its values replace those of the other file, key by key, and a list replaces the complete list. The other file
+may extend a third file. All other paths in a file are relative to the working directory.
 
 A file needs `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps` or
 `trainer.total_epochs`, and a scorer in `reward` unless a `rollout.environment` gives rewards.
@@ -129,11 +129,11 @@ def values(tree: Tree) -> str:
 def sections(
     model: type[BaseModel], prefix: str, values: BaseModel | None = None, shown: dict[Any, str] | None = None
 ) -> list[str]:
-    """Lists the model's own values, then its sections; refers to models that were listed before.
+    """Lists a model's own values, then its sections; a model that was listed before becomes a reference.
 
     Args:
-        values: an instance with the defaults, if the parent section has one.
-        shown: the path of each model listed so far; models of scorers are listed in `reward`.
+        values: an instance with the defaults, if the parent section has an instance.
+        shown: the path of each model listed so far; the models of scorers are listed under `reward`.
     """
     shown = dict(SCORERS) if shown is None else shown
     if shown.get(model, prefix.removesuffix(".")) != prefix.removesuffix("."):
@@ -217,7 +217,7 @@ def differing(model: type[BaseModel], values: BaseModel | None) -> str:
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Returns the section type of an annotation, and whether there are many; (None, False) for a value."""
+    """Returns an annotation's section type, and whether it holds several; (None, False) for a value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for part in get_args(annotation):
@@ -261,7 +261,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def default(field: FieldInfo, name: str, values: BaseModel | None) -> str:
-    """Returns the value in force if the file gives none."""
+    """Returns the value that applies if the file gives none."""
     value = field.default if values is None else getattr(values, name)
     return "required" if value is PydanticUndefined else f"default {show(value)}"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of metrics.jsonl's numbers into docs/metrics.md; with --check, fails if they differ."""
+"""Writes the tables of the numbers in metrics.jsonl into docs/metrics.md; --check fails if they differ."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the guard's alert rules, the dashboards and tables of docs/metrics.md; --check: compares.
+"""Writes the guard's alert rules, the dashboards, and tables of docs/metrics.md; --check only compares.
 
 The alerts come from the guard's rules and their default bounds, the tables from the catalogue of metrics and
 from tools/observability.

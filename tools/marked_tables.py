@@ -11,7 +11,7 @@ def page_with_tables(page: Path, tables: Mapping[str, str]) -> str:
     """Returns the page's text with its tables replaced.
 
     Args:
-        page: the page, with a place `<!-- NAME: generated -->` ... `<!-- NAME: end -->` per table.
+        page: the page; `<!-- NAME: generated -->` and `<!-- NAME: end -->` mark the place of each table.
         tables: tables by name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The page docs/gpus-and-memory.md: what models from 0.5B to 32B need, by the plan of `paceline check`."""
+"""Makes docs/gpus-and-memory.md: the needs of models from 0.5B to 32B, by the plan of `paceline check`."""
 
 from __future__ import annotations
 
@@ -22,95 +22,95 @@ _HEAD = """# GPUs and memory: make it fit, make it faster
 names the setting to change. The tables here come from the same plan, for the sizes of Qwen2.5: GRPO with a
 KL to the reference in the loss, bfloat16, prompts of 512 and responses of 1,024 tokens, AdamW in float32,
 micro-batches of 16,384 tokens. They are estimates. Measured peaks of a 7B model on one and on four GPUs, and
-of a Mixture of Experts of 10.6 billion parameters on one, are within a twentieth of the estimates.
+of a Mixture of Experts of 10.6 billion parameters on one GPU, are within 5 % of the estimates.
 """
 _LEARNER = """## How many GPUs: learner ranks
 
-The most memory that a rank takes in a step, in GiB, by the number of ranks. The first number is of the fast
-form that still recomputes all activations, the second of the leanest: `actor.memory` with `recompute: full`,
-`accumulate: false` and `keep_gathered: false`. Left alone, the plan chooses between these and forms that
+Peak memory of a rank in a step, in GiB, by the number of ranks. The first number is for the fastest settings
+that still recompute all activations, the second for the leanest: `actor.memory` with `recompute: full`,
+`accumulate: false` and `keep_gathered: false`. By default, the plan chooses between these and settings that
 recompute less.
 """
 _ENGINE = f"""## A rollout server
 
-On a GPU of {_ENGINE_GIB} GiB with `rollout.gpu_memory_utilization: 0.9`, no tensor parallelism: its weights,
-what is left for the KV cache, and how many sequences of 1,536 tokens that holds at once:
+The weights, the memory left for the KV cache, and the number of sequences of 1,536 tokens that fit into it at
+once, on a GPU of {_ENGINE_GIB} GiB with `rollout.gpu_memory_utilization: 0.9` and without tensor parallelism:
 """
 _EXAMPLES = """## What to write
 
 Five lines are enough. `placement: auto`, the default, takes all visible GPUs. Learner and engines take turns
-on them where the plan has room for both. Engines sleep during the update and give up their memory, except
-in two cases: the update's fastest form fits beside them, or a slower form that fits makes the step clearly
-shorter. 3B on two H100s keeps its engines awake and recomputes a little; 1.5B on one recomputes nothing, and
-its engine sleeps. Where the plan has no room for both, about half of the GPUs are the learner's. Layers are
-compiled. Micro-batches and what is recomputed are chosen for the fastest update that fits into the memory.
-`paceline train` prints these choices; what the file names stays.
+on them where the plan has room for both. Engines sleep during the update and free their memory, except in two
+cases: the fastest settings of the update fit beside them, or slower settings that fit make the step clearly
+shorter. 3B on two H100s keeps its engines awake and recomputes a little; 1.5B on one H100 recomputes nothing,
+and its engine sleeps. Where the plan has no room for both, about half of the GPUs are the learner's. Layers
+are compiled. Micro-batches and recomputation are chosen for the fastest update that fits into memory.
+`paceline train` prints these choices; it keeps the values that your file sets.
 
 `paceline plan CONFIG` compares the layouts with an estimate of each phase; with `--gpus 4xH100` it needs no
-GPU. The estimate comes within a fifth of 23 timed runs of 0.5B to 32B on H100s and H200s, for
-generation, update and whole step (`tests/unit/test_step_time.py`). It takes all answers to be as long as they
-may be, unless `--response-tokens` says how long they are on average. Times on other cards are scaled from the
-rates that their vendors publish. If a run whose samples may be one version old (`barrier.mode: bounded`)
-would be a tenth faster, one more line says so. After three warm steps `paceline train` prints what they
-took, what was expected of answers of their length, and where to look if a phase is slower by a third.
+GPU. The estimate is within 20 % of 23 timed runs of 0.5B to 32B on H100s and H200s, for generation, update
+and complete step (`tests/unit/test_step_time.py`). It assumes that all answers have the maximum length,
+unless `--response-tokens` gives their average length. Times on other cards are scaled by the rates that their
+vendors publish. If the run would be a tenth faster with samples that may be one version old (`barrier.mode:
+bounded`), one more line says so. After three warm steps `paceline train` prints their times, the times
+expected for answers of their length, and where to look if a phase is slower by a third.
 
 ## Make it fit
 
-- **Out of memory in the plan**: the message names the setting. From the cheapest to the dearest, these are
-  `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
+- **Out of memory in the plan**: the message names the setting. From the cheapest to the most expensive, these
+  are `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
   `actor.memory.accumulate: false`, more learner ranks. `actor.memory.offload_reference: true` keeps the
   reference model and `algorithm.networks` in host memory except while they score; `actor.memory.offload:
-  true` keeps AdamW's averages there. The plan chooses that by itself in two cases: nothing else fits, or
-  moving the averages takes less time than recomputing (as with large mini-batches) and the host has 20 bytes
-  of free memory per parameter. The policy's own shards [stay on the
-  GPU](decisions/0027-parameters-stay-on-the-gpu.md).
-  `actor.optim.type: adamw_8bit` keeps the averages of matrices in 2 bytes per parameter instead of 8; the
-  steps are not quite AdamW's, and it has not been timed on a GPU.
+  true` keeps AdamW's averages in host memory. The plan chooses the latter by itself in two cases: nothing
+  else fits, or moving the averages takes less time than recomputing (as with large mini-batches) and the host
+  has 20 bytes of free memory per parameter. The policy's own shards [stay on the
+  GPU](decisions/0027-parameters-stay-on-the-gpu.md). `actor.optim.type: adamw_8bit` keeps the averages of
+  matrices in 2 bytes per parameter instead of 8. Its steps differ slightly from AdamW's, and it has not been
+  timed on a GPU.
 - **An engine that does not fit**: `rollout.tensor_model_parallel_size: 2` halves its weights per GPU.
 - **Longer responses** cost the learner nothing until one sequence exceeds the token budget; they cost KV
   cache.
-- **PPO** (`gae`) has a critic as large as the model, with its optimizer: take nearly twice the
+- **PPO** (`gae`) has a critic as large as the model, with its own optimizer: expect nearly twice the
   numbers above.
-- **A row that is too long for one GPU**: `learner.context_parallel: 2` has two ranks share the tokens of each
-  row, so that a rank keeps half of their activations. `learner.world_size` counts all ranks, and
-  `actor.ppo_max_token_len_per_gpu` the tokens of one, so a micro-batch holds twice as many. It goes with
-  experts and images, not with compiled layers or layers that hand a state from token to token, and gives [the
-  numbers of one rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). With all parameters, rows of
-  131,072 tokens [train on two H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) for a 3B
-  model, on four for 7B. At 32,768 tokens, shared rows take 5.7 % longer than rows on one rank.
+- **A row that is too long for one GPU**: with `learner.context_parallel: 2`, two ranks share the tokens of
+  each row, and each keeps half of the activations. `learner.world_size` counts all ranks;
+  `actor.ppo_max_token_len_per_gpu` counts the tokens of one rank, so a micro-batch holds twice as many. It
+  supports experts and images, but neither compiled layers nor layers with a recurrent state, and gives [the
+  numbers of one rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). If all parameters are trained, rows
+  of 131,072 tokens [train on two H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) for a 3B
+  model, and on four for 7B. At 32,768 tokens, shared rows take 5.7 % longer than rows on one rank.
 - **32B on four GPUs of 141 GiB**: with `placement: colocated`, learner and engines take turns, and the
-  averages lie in host memory. By the plan a GPU needs 86 GiB in an update and 118 while 128 sequences of 512
+  averages are in host memory. By the plan, a GPU needs 86 GiB in an update and 118 while 128 sequences of 512
   tokens are generated; the host keeps 262 GB of averages. [It was
-  run](../benchmarks/journal/gpus.md#turns-on-shared-gpus) with small batches: 68 GiB in an update, 15 s a
+  run](../benchmarks/journal/gpus.md#turns-on-shared-gpus) with small batches: 68 GiB in an update, 15 s per
   step.
-- **Mixture of Experts, latent attention**: the plan counts the weights of all experts and the
-  activations of those that a token meets. For DeepSeek-V2 and V3 it also counts the latent vector in the KV
-  cache (on every GPU of an engine) and the form of `kv_b_proj` that vLLM keeps beside it.
+- **Mixture of Experts, latent attention**: the plan counts the weights of all experts and the activations of
+  the experts that process a token. For DeepSeek-V2 and V3 it also counts the latent vector in the KV cache
+  (on every GPU of an engine) and vLLM's additional form of `kv_b_proj`.
 - **A model larger than a host's memory**: ranks read only their own rows, and `paceline export`, `sft` and
-  `rm` write files of 2 GiB, tensor by tensor. The host needs twice the size of a file, and a layer or the
-  embedding in float32. Measured with 146 M parameters (555 MiB in float32, files of 64 MiB, on CPUs): loading
-  took each of two ranks half of that; beyond it, an export and the writing of `sft` took at most 0.44 and
-  0.58 of the 555 MiB. Checkpoints take more: a host copy of its ranks' shards and averages, 12 bytes per
-  parameter.
+  `rm` write files of 2 GiB, tensor by tensor. The host needs twice the size of a file, plus a layer or the
+  embedding in float32. Measured with 146 M parameters (555 MiB in float32, files of 64 MiB, on CPUs): each of
+  two ranks took half of the 555 MiB to load; beyond that, an export and the writing of `sft` took at most
+  0.44 and 0.58 of the 555 MiB. A checkpoint takes more: a copy of the ranks' shards and averages in host
+  memory, 12 bytes per parameter.
 
 ## Make it faster
 
 - **Speed**: `actor.reduce_dtype: bfloat16`, which rounds gradients, and flash-attn-4 on Hopper and Blackwell,
-  which `paceline[cuda]` brings. With them a step of a 7B shape on four GPUs of
+  which `paceline[cuda]` installs. With both, a step of a 7B shape on four GPUs of
   141 GiB took [20.4 s: 9,606 tokens/s per GPU](../benchmarks/journal/gpus.md#turns-on-shared-gpus).
-- **The learner waits for servers on other GPUs**: `barrier.work_ahead: scores`, or `gradients`, has it work
-  on prompts whose responses are all there. It pays where prompts wait for a free place in the engines
-  (`rollout.max_num_seqs`), and [not where all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
-- **Servers wait for the learner**: `barrier: {mode: bounded, max_staleness: 1}` has servers sample the next
-  step while the learner trains this one. A trained token may then come from weights one version older than
-  those that the step trains, and [never from older ones](decisions/0036-bounded-staleness.md).
-- **Several GPUs divided by hand**: `placement: given`, or the counts `learner.world_size` and
+- **The learner waits for servers on other GPUs**: with `barrier.work_ahead: scores` or `gradients`, it works
+  on prompts whose responses are complete. It helps if prompts wait for a free slot in the engines
+  (`rollout.max_num_seqs`), but [not if all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
+- **Servers wait for the learner**: with `barrier: {mode: bounded, max_staleness: 1}`, servers sample the next
+  step while the learner trains the current one. A trained token may then come from weights one version older
+  than those that the step trains, but [never from older ones](decisions/0036-bounded-staleness.md).
+- **Dividing the GPUs yourself**: `placement: given`, or the counts `learner.world_size` and
   `rollout.replicas`.
-- **A learner on several hosts**: `learner.fsdp_size: 8` on hosts of eight GPUs has the ranks of a host share
-  a copy of weights and optimizer (HSDP). Weights are then gathered within the host, and only gradients cross
-  the network, once per mini-batch with `actor.memory.accumulate`. A copy has to fit on a host: the plan
-  counts eight shards however many hosts there are. [It gives the numbers of one
-  copy](decisions/0035-copies-of-the-weights-on-groups-of-ranks.md), and goes with everything else. It has
+- **A learner on several hosts**: with `learner.fsdp_size: 8` on hosts of eight GPUs, the ranks of a host
+  share a copy of weights and optimizer (HSDP). Weights are then gathered within the host, and only gradients
+  cross the network, once per mini-batch with `actor.memory.accumulate`. A copy must fit on a host: the plan
+  counts eight shards, however many hosts there are. [It gives the numbers of one
+  copy](decisions/0035-copies-of-the-weights-on-groups-of-ranks.md), and works with everything else. It has
   not been timed on several hosts.
 """
 

@@ -1,4 +1,4 @@
-"""For mkdocs: a navigation with every page, outward links as text, dark pictures, the theme's licences."""
+"""Hooks for mkdocs: navigation with every page, outward links as text, dark pictures, theme licences."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def on_config(config: Any) -> Any:
     named = str(config.nav)
     others = sorted(path.name for path in docs.glob("*.md") if f"'{path.name}'" not in named)
     config.nav += [{"More": others}] if others else []
-    # Inside another part the list of decisions is closed until somebody opens it.
+    # Inside another section the list of decisions starts collapsed.
     understand = next(part for part in config.nav if "Understand" in part)
     understand["Understand"].append({"Decisions": decisions})
     return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Called by mkdocs for each page; a search finds how-to pages before references and decisions."""
+    """Called by mkdocs for each page; makes searches rank how-to pages before references and decisions."""
     folder = posixpath.dirname(page.file.src_uri)
     boosts = [_BOOSTS[part.title] for part in page.ancestors if part.title in _BOOSTS]
     if boosts:

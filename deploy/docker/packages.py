@@ -1,7 +1,7 @@
-"""Installs what a service needs from the lock file, and nothing that the lock file does not name.
+"""Installs the packages that a service needs, only from the lock file.
 
     python packages.py LOCK [EXTRA ...]     the project's own requirements and those of its extras
-    python packages.py LOCK --everything    every line of the lock file, without looking at dependencies
+    python packages.py LOCK --everything    every line of the lock file, without resolving dependencies
 
 Runs in the build stage of each service's image, with that image's pip. torch comes from pip's own index, or
 from TORCH_INDEX if pip's index does not have the lock file's build.
@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 PIP = (sys.executable, "-m", "pip")
-# Every virtual environment has these.
+# Packages that every virtual environment has.
 _OF_THE_ENVIRONMENT = {"pip", "setuptools"}
 
 

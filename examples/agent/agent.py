@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training: it calls an OpenAI-compatible endpoint and a tool.
+"""An agent that knows nothing about training: it calls an OpenAI-compatible endpoint and a tool.
 
 python examples/agent/agent.py &
 paceline train examples/agent/grpo.yaml

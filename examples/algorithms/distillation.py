@@ -10,5 +10,5 @@ class Distillation(Algorithm):
     networks = ("teacher",)
 
     def advantages(self, rows):
-        """Returns log teacher - log student, whose mean is the negative KL from student to teacher."""
+        """Returns log p_teacher - log p_student; its mean is the negative KL(student || teacher)."""
         return Estimates(rows.log_probs["teacher"] - rows.log_probs["rollout"])

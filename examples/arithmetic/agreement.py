@@ -1,7 +1,7 @@
 """Measures how often ppo_examiner.yaml's judge agrees with the checker: `python agreement.py [RUN_DIR]`.
 
-Uses the held-out answers of `verdicts_val.parquet`, and with a run's directory also the answers of its steps,
-where both grades are components of the reward.
+Uses the held-out answers of `verdicts_val.parquet`. With a run directory, it also uses the answers of the
+run's steps, which have both grades as components of the reward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JUDGE, CHECKER = "examiner", "gsm8k"
 
 
 def agreement(grades: Iterable[tuple[float | None, float]]) -> dict[str, float]:
-    """Compares pairs of grades: the judge's, which may be missing, and the checker's."""
+    """Compares pairs of grades: the judge's (None if missing) and the checker's."""
     pairs = list(grades)
     counts = {
         "agreed": sum(judged == exact for judged, exact in pairs),

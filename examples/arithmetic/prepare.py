@@ -1,10 +1,10 @@
 """Writes the arithmetic example's inputs: prompts in parquet, a tokenizer, a small random Qwen2 model.
 
-The task is to add two or three two-digit numbers; the question asks for the sum in words. The warm-up
-answers in `sft.parquet` come from two simulated pupils: a hasty pupil writes the sum at once and forgets the
-carry, a careful one first writes the sum of the units and is right. Most answers are the hasty pupil's, so
-the warmed-up model is wrong whenever there is a carry. Reinforcement learning sees true sums only through
-the reward, and must discover that intermediate steps pay off.
+The task is to add two or three two-digit numbers; the question asks for the sum in words. The warm-up answers
+in `sft.parquet` come from two simulated pupils. The hasty pupil writes the sum at once and forgets the carry.
+The careful pupil first writes the sum of the units and is right. Most answers are the hasty pupil's, so the
+warmed-up model is wrong whenever there is a carry. Reinforcement learning sees correct sums only through the
+reward, and must discover that intermediate steps pay off.
 
 `pairs.parquet` has a right and a wrong answer to each question, for a reward model; `verdicts.parquet` has
 many kinds of answers with an examiner's verdict on each, for a judge.
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Smallest and largest operand for each number of operands: learned in about a minute on two cores.
+# Smallest and largest operand for each number of operands; small enough to learn in a minute on two cores.
 OPERAND_RANGE = {2: (10, 49), 3: (10, 29)}
 THREE_OPERAND_SHARE = 0.35
 CARRY_SHARE = 0.68
@@ -89,7 +89,7 @@ class Problem:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Operands as a multiset: 17 + 25 and 25 + 17 are the same problem for the split."""
+        """Operands as a multiset: for the split, 17 + 25 and 25 + 17 are the same problem."""
         return tuple(sorted(self.operands))
 
     @property
@@ -117,7 +117,7 @@ def draw_problem(rng: np.random.Generator) -> Problem:
     """Draws the number of operands and a carry of 0 or 1, then uniform operands with this carry.
 
     Raises:
-        ValueError: the range holds no such operands.
+        ValueError: no operands in the range have this carry.
     """
     count = 3 if rng.random() < THREE_OPERAND_SHARE else 2
     target_carry = int(rng.random() < CARRY_SHARE)
@@ -159,13 +159,13 @@ def careful_answer(operands: Sequence[int]) -> str:
 
 
 def warm_up_answer(problem: Problem, rng: np.random.Generator, hasty_share: float) -> str:
-    """Returns an answer of one of the pupils: with probability `hasty_share` the hasty one's."""
+    """Returns the hasty pupil's answer with probability `hasty_share`, else the careful pupil's."""
     is_hasty = bool(rng.random() < hasty_share)
     return str(add_without_carry(problem.operands)) if is_hasty else careful_answer(problem.operands)
 
 
 def wrong_answer(problem: Problem, rng: np.random.Generator) -> str:
-    """Returns an answer with a wrong sum, with or without an intermediate step, which may be the error."""
+    """Returns an answer with a wrong sum; it may have an intermediate step, which may itself be wrong."""
     operands, total = problem.operands, sum(problem.operands)
     units = sum(x % 10 for x in operands)
     off = int(rng.choice([-10, -2, -1, 1, 2, 10]))
@@ -199,7 +199,7 @@ def pupils_answer(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def examiners_answer(problem: Problem, answer: str) -> str:
-    """Returns the examiner's sum, the answer's last number, and the verdict: 'units 12: 52 42 no'."""
+    """Returns the examiner's sum, the answer's last number, and the grade: 'units 12: 52 42 no'."""
     is_right = gsm8k(answer, problem.answer, method="flexible") == 1.0
     last = re.findall(r"\d+", answer)[-1:]
     return " ".join([careful_answer(problem.operands), *last, "yes" if is_right else "no"])
@@ -237,7 +237,7 @@ def to_pairs(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
 
 
 def to_grades(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
-    """Returns a table of `prompt`, a question with an answer, and its grade: 1 if it is right, else 0."""
+    """Returns a table of `prompt` (a question with an answer) and grade: 1 if the answer is right, else 0."""
     is_right = rng.random(len(problems)) < 0.5
     answers = [
         careful_answer(problem.operands) if right else wrong_answer(problem, rng)
@@ -325,9 +325,9 @@ def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def build_tokenizer() -> Any:
-    """Returns a `Qwen2Tokenizer` with a token per digit and per word; other text becomes bytes.
+    """Returns a `Qwen2Tokenizer` with one token per digit and per word; other text becomes bytes.
 
-    `AutoTokenizer` loads every `qwen2` model folder as this class, which splits text in its own way. So
+    `AutoTokenizer` loads every `qwen2` model folder as this class, which has its own way to split text, so
     another kind of tokenizer would not survive saving and loading.
     """
     from transformers import Qwen2Tokenizer
@@ -390,7 +390,7 @@ def write_model(out: Path, *, seed: int, tokenizer: Any = None) -> int:
 def parser_of(
     example: str, folder: Path, *, num_val: int, num_sft: int, hasty_share: float, hasty: str
 ) -> argparse.ArgumentParser:
-    """Returns the parser of an example with two simulated pupils and its defaults."""
+    """Returns the argument parser of an example with two simulated pupils, with the example's defaults."""
     parser = argparse.ArgumentParser(description=f"Prepare the {example} example's data and starting model.")
     parser.add_argument("--out", type=Path, default=folder / "data", help="folder for the parquet files")
     parser.add_argument("--model-out", type=Path, default=folder / "model", help="folder for the model")

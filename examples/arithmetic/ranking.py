@@ -11,7 +11,7 @@ from paceline.sdk import ScoreItem
 
 
 def shortest_right(items: list[ScoreItem]) -> list[dict[str, float]]:
-    """Returns 1 for the shortest right answer down to 0.5 for the longest; 0 for a wrong one."""
+    """Returns 1 for the shortest right answer, down to 0.5 for the longest, and 0 for wrong answers."""
     right = [item.response.strip().endswith(item.ground_truth) for item in items]
     lengths = sorted({len(item.response) for item, is_right in zip(items, right, strict=True) if is_right})
     step = 0.5 / max(1, len(lengths) - 1)

@@ -1,8 +1,8 @@
 """Scores each step of an answer as an attached client: `python examples/arithmetic/steps.py HOST:PORT`.
 
-The answer "units 12: 52" has two steps. The first earns a quarter, at its last token, if it is the sum of
-the units; the second earns 1, at the answer's end, if it is the sum. An answer without a colon has only the
-second step.
+The answer "units 12: 52" has two steps. The first earns 0.25 at its last token if it is the sum of the units;
+the second earns 1 at the end of the answer if it is the sum. An answer without a colon has only the second
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNITS_REWARD = 0.25
 
 
 def steps(response: str, ground_truth: str, prompt: str) -> dict[str, object]:
-    """Returns an answer's reward, its parts with their places, and whether each step is right."""
+    """Returns the reward of an answer, the positions of its parts, and whether each step is right."""
     first, colon, _ = response.partition(":")
     operands = [int(number) for number in re.findall(r"\d+", prompt)]
     units = bool(colon) and re.findall(r"\d+", first) == [str(sum(number % 10 for number in operands))]

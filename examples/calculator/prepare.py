@@ -1,8 +1,8 @@
 """Writes the calculator example's inputs: the arithmetic example's sums, and a model that may call a tool.
 
-The warm-up answers come from two simulated pupils: a hasty one writes the sum at once and forgets the carry,
-one with a calculator writes a tool call, then the tool's answer. Most answers are the hasty pupil's.
-Reinforcement learning sees true sums only through the reward, and must discover that the calculator pays off.
+The warm-up answers come from two simulated pupils. The hasty pupil writes the sum at once and forgets the
+carry. The other writes a call of the calculator, then repeats its result. Most answers are the hasty pupil's.
+Reinforcement learning sees correct sums only through the reward, and must discover that the calculator helps.
 
 The seed determines everything: the same arguments write the same rows and the same weights.
 """
@@ -25,12 +25,12 @@ HERE = Path(__file__).resolve().parent
 arithmetic: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "arithmetic" / "prepare.py")))
 
 TOOL = "<|tool|>"
-# The text around the expression in a call: one token each, so that a tiny model has little to write.
+# The text before and after the expression of a call. Each is one token, so a tiny model has little to write.
 CALL, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 
 
 def call(operands: Sequence[int]) -> str:
-    """Returns a call of the calculator with a sum."""
+    """Returns a calculator call that adds the operands."""
     return f"{CALL}{'+'.join(map(str, operands))}{CLOSE}"
 
 

@@ -1,4 +1,4 @@
-"""The tool of this example."""
+"""Defines the tool of this example."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Best-of-n self-training (RAFT, arXiv:2304.06767): samples, keeps each prompt's best, imitates it."""
+"""Best-of-n self-training (RAFT, arXiv:2304.06767): imitates the best sample of each prompt."""
 
 
 async def flow(step):
-    """Trains the right samples among the best, with the loss of supervised fine-tuning.
+    """Trains those best samples that are right, with the loss of supervised fine-tuning.
 
     A reward of 1 and a baseline of 0 make every advantage 1; with `actor.policy_loss: gpg` the loss is then
     the negative log-likelihood of the kept samples.

@@ -4,7 +4,7 @@ from statistics import fmean
 
 
 async def flow(step):
-    """Trains drafts and revisions; a revision answers again after a draft, and its samples are a group."""
+    """Trains drafts and revisions; the revisions of one draft are a prompt group."""
     drafts = await step.sample(step.draw(), "draft")
     shown = [group[0] for group in drafts.groups]
     questions = [step.reply(draft, draft.prompt.context.prompt_text) for draft in shown]

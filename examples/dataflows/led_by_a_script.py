@@ -8,7 +8,7 @@ from paceline.api import session
 
 
 async def main(*overrides):
-    """Trains until nine drafts of ten are right."""
+    """Trains until nine out of ten drafts are right."""
     config = "examples/dataflows/draft_and_revise.yaml"
     async with session(config, "trainer.name=led-by-a-script", *overrides) as run:
         async for step in run:

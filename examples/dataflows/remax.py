@@ -2,7 +2,7 @@
 
 
 async def flow(step):
-    """Trains bitwise like the built-in dataflow with `algorithm.adv_estimator: remax`."""
+    """Gives bitwise the results of the built-in dataflow with `algorithm.adv_estimator: remax`."""
     asks = step.ask("train"), step.ask("greedy", 1, temperature=0.0)
     answers = await step.sample(step.draw(), *asks)
     await step.train(answers.against("greedy"))

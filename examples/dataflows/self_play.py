@@ -1,6 +1,6 @@
 """Two roles of one policy, each with a reward: a pupil answers, then an examiner answers the same question.
 
-The examiner's verdict on the pupil is whether both sums agree.
+The examiner accepts the pupil's answer if both sums agree.
 """
 
 import re
@@ -8,12 +8,12 @@ from statistics import fmean
 
 
 def last_number(text):
-    """Returns the last number of an answer; "" for none."""
+    """Returns the last number of an answer, or "" if there is none."""
     return (re.findall(r"\d+", text) or [""])[-1]
 
 
 async def flow(step):
-    """Trains both roles: the pupil's reward is the scorer's; the examiner's is 1 for a correct verdict."""
+    """Trains both roles. The pupil's reward is the scorer's; the examiner's is 1 if it judged correctly."""
     answers = await step.sample(step.draw(), "pupil")
     shown = [group[step.number % len(group)] for group in answers.groups]
     asked = [(step.reply(a, a.prompt.context.prompt_text), a) for a in shown]

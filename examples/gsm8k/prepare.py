@@ -1,7 +1,7 @@
 """Converts GSM8K's own files (`train.jsonl`, `test.jsonl`: `question` and `answer`) to prompts in parquet.
 
-Each row holds three things: the question, as a chat message that asks for the answer format of the `gsm8k`
-reward; the final number, in plain digits; and the row's origin. The rows keep their order.
+Each row has the question as a chat message that asks for the answer format of the `gsm8k` reward, the final
+number in plain digits, and the row's origin. The rows keep their order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
     """Reads and converts one of GSM8K's files.
 
     Raises:
-        DataError: the file is missing or empty, or a line does not have GSM8K's form; names the line.
+        DataError: the file is missing or empty, or the line that it names does not have GSM8K's form.
     """
     if not path.is_file():
         raise DataError(

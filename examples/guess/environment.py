@@ -17,7 +17,7 @@ class Guess(Environment):
     """The policy must find a digit; each guess is answered with "low" or "high" and lowers the reward."""
 
     async def open(self, task: Mapping[str, Any], *, task_seed: int, episode_seed: int) -> Observation:
-        """Draws the digit, which is equal in all episodes of a prompt group."""
+        """Draws the digit, which is the same in all episodes of a prompt group."""
         self.digit, self.guesses, self.won = task_seed % 10, 0, False
         return Observation()
 
@@ -33,7 +33,7 @@ class Guess(Environment):
         return Observation(text="low" if int(text) < self.digit else "high")
 
     async def close(self, stop_reason: str) -> Outcome:
-        """Grades: 1 for a hit at the first guess, 0.2 less for each further guess, 0 for a lost game."""
+        """Grades the game: 1 for a hit at the first guess, 0.2 less per further guess, 0 for a loss."""
         reward = 1.2 - 0.2 * self.guesses if self.won else 0.0
         return Outcome(reward=reward, components={"won": float(self.won)})
 

@@ -1,8 +1,8 @@
 """Writes the guessing game's inputs: prompts, and a model that guesses half at random.
 
-The warm-up comes from two simulated players, with half of the guesses each: one ignores the answers and
-guesses any digit, one heeds them and guesses any remaining digit. Reinforcement learning must discover that
-heeding pays off, and that the middle is a good start.
+The warm-up comes from two simulated players, each with half of the guesses. One ignores the answers and
+guesses any digit; the other guesses any digit that the answers leave. Reinforcement learning must discover
+that the answers help, and that the middle is a good first guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_GUESSES = 4
 
 
 def to_sft(rng: np.random.Generator, num_games: int, heeding_share: float) -> pa.Table:
-    """Makes games, cut off at random: each is a conversation and the next guess."""
+    """Makes games that are cut off at random; each is a conversation and the next guess."""
     prompts, answers = [], []
     for _ in range(num_games):
         messages, left, digit = [QUESTION], range(10), int(rng.integers(10))
@@ -49,7 +49,7 @@ def to_sft(rng: np.random.Generator, num_games: int, heeding_share: float) -> pa
 
 
 def next_guess(rng: np.random.Generator, left: range, heeding_share: float) -> int:
-    """Returns a guess of one of the two players."""
+    """Returns the guess of one of the two players."""
     heeds = rng.random() < heeding_share
     return int(rng.choice(left)) if heeds else int(rng.integers(10))
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
     parser.add_argument(
-        "--heeding-share", type=float, default=0.5, help="share of warm-up guesses that heed what was said"
+        "--heeding-share", type=float, default=0.5, help="share of warm-up guesses that heed the answers"
     )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Writes the programs example's inputs: the arithmetic example's sums, to be computed by a Python program.
 
-The warm-up answers come from two simulated pupils: a hasty pupil's programs omit the last operand, a
-careful pupil's add all operands. Most answers are the hasty pupil's. Reinforcement learning sees only
-whether a program prints the sum.
+The warm-up answers come from two simulated pupils. The hasty pupil's programs omit the last operand, the
+careful pupil's programs add all operands. Most answers are the hasty pupil's. Reinforcement learning sees
+only whether a program prints the sum.
 
 The seed determines everything: the same arguments write the same rows and the same weights.
 """
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 HERE = Path(__file__).resolve().parent
 arithmetic: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "arithmetic" / "prepare.py")))
 
-# The text around a program's expression is one token each, so that a tiny model has little to write.
+# The text before and after a program's expression. Each is one token, so a tiny model has little to write.
 OPENING, CLOSING = "print(", ")"
 
 
@@ -41,7 +41,7 @@ def build_tokenizer() -> Any:
 
 
 def to_prompts(problems: Sequence[Any]) -> pa.Table:
-    """Returns a table of `prompt`, `ground_truth` (what `reward.code` reads) and `data_source`."""
+    """Returns a table of `prompt`, `ground_truth` (read by `reward.code`) and `data_source`."""
     return pa.table(
         {
             "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
@@ -54,7 +54,7 @@ def to_prompts(problems: Sequence[Any]) -> pa.Table:
 
 
 def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float) -> pa.Table:
-    """Makes questions with the programs of the two pupils."""
+    """Returns a table of questions with the programs of the two pupils."""
     is_hasty = rng.random(len(problems)) < hasty_share
     return pa.table(
         {

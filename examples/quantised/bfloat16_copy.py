@@ -1,7 +1,7 @@
 """Writes a copy of a block-FP8 model in bfloat16, on a CPU: `python bfloat16_copy.py MODEL COPY`.
 
-transformers cannot be used for this: `save_pretrained` (5.19) writes the weights that `from_pretrained` has
-dequantised in FP8 again.
+transformers cannot do this: `from_pretrained` dequantises the weights, but `save_pretrained` (5.19) writes
+them in FP8 again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, safe_open, save_file
 
 
 def convert(source: Path, copy: Path) -> None:
-    """Copies a folder, with every float8 tensor multiplied by the factors of its blocks."""
+    """Copies a folder and multiplies every float8 tensor by the scales of its blocks."""
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((source / "config.json").read_text())
     rows, columns = config.pop("quantization_config")["weight_block_size"]

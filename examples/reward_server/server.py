@@ -1,4 +1,4 @@
-"""A reward server in ten lines: scores right answers, short ones higher. Name it in reward.services."""
+"""A reward server in ten lines: scores right answers, short ones higher. List it in reward.services."""
 
 import os
 

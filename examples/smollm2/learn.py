@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Makes missing results and prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="for every run and evaluation"
+        "overrides", nargs="*", metavar="dotted.key=value", help="settings for every run and evaluation"
     )
     parser.add_argument(
         "--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2]
@@ -112,7 +112,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Returns Markdown with a row per held-out set and task, before and after."""
+    """Returns a Markdown table with a row per held-out set and task, before and after training."""
     names = list(results)
     lines = ["| | measured | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for held_out in results[names[0]]:
@@ -137,7 +137,7 @@ def interval(result: dict[str, Any], path: Sequence[str]) -> str:
 
 
 def costs(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Returns Markdown with each run's costs, from its second step on, and rewards."""
+    """Returns a Markdown table of each run's costs, from its second step on, and rewards."""
     lines = [
         "| run | steps | seconds per step, median | tokens/s | reward by quarter of the run |",
         "|---" * 5 + "|",

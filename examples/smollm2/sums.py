@@ -1,4 +1,4 @@
-"""The reward of the SmolLM2 example, which asks for the right number and nothing else."""
+"""Defines the reward of the SmolLM2 example, which asks for the right number and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def bare_number(response: str, ground_truth: str) -> dict[str, float]:
-    """Returns 1 for the bare right number, 0.5 for words that end with it, 0.2 for a bare wrong one, else 0.
+    """Returns 1 for just the right number, 0.5 for text ending in it, 0.2 for just a wrong number, else 0.
 
     Also reports `right`, whether the number is right, and `bare`, whether the response is only a number.
     """

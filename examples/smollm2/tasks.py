@@ -1,10 +1,10 @@
-"""Writes training and held-out rows of tasks of the library reasoning-gym, and scores answers.
+"""Writes training and held-out rows of reasoning-gym's tasks, and scores answers.
 
     pip install reasoning-gym
     python examples/smollm2/tasks.py
 
-The library draws the rows and grades the last number of a response. Both files have equally many rows of each
-task, and share no question.
+The library draws the rows and grades the last number of a response. Each file has the same number of rows of
+every task, and the files share no question.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 Row = Mapping[str, Any]
-# Settings that a model of 135 million parameters solves sometimes.
+# Settings with which a model of 135 million parameters solves the tasks sometimes.
 TASKS: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 50},

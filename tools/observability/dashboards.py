@@ -33,7 +33,7 @@ class Dashboard:
 
 
 def of_step(*names: str) -> tuple[tuple[str, str], ...]:
-    """Returns metrics of the step by their names in metrics.jsonl, which are also their legends."""
+    """Returns metrics of the step by their names in metrics.jsonl; the names are also the legends."""
     return tuple((metrics.training(name).name, name) for name in names)
 
 

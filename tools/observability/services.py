@@ -89,7 +89,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="Deliveries",
-                    answers="How many entries are taken, and how many of them again?",
+                    answers="How many entries are delivered, and how many are redelivered?",
                     expressions=(
                         ("sum by (mailbox) (rate(paceline_deliveries_total[1m]))", "{{mailbox}}"),
                         ("sum by (mailbox) (rate(paceline_redeliveries_total[1m]))", "{{mailbox}} again"),
@@ -102,7 +102,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="Refusals and verdicts",
-                    answers="What is given up or not admitted, and why?",
+                    answers="What is refused or not admitted, and why?",
                     expressions=(
                         ("sum by (reason) (increase(paceline_refusals_total[10m]))", "refused: {{reason}}"),
                         (

@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md: metrics, panels, alerts about the services."""
+"""Makes the tables of docs/metrics.md: metrics, panels, alerts about the services."""
 
 from __future__ import annotations
 
