@@ -43,7 +43,7 @@ help:
 	@echo "make venv-cuda  install for NVIDIA GPUs; make venv-cpu for CPUs"
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
 	@echo "make demo-grpo  the same with GRPO, without a critic"
-	@echo "make test       all tests but those of test-more, test-chaos and test-deploy; starts Redis by itself"
+	@echo "make test       all tests except those of test-more, test-chaos and test-deploy; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
 	@echo "make test-more  further cases of what make test covers: meshes, estimators, whole runs"
 	@echo "make test-chaos runs under faults: less than half an hour"
@@ -108,7 +108,7 @@ test-more: venv
 	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m more \
 	  $(filter $(RUNS),$(MORE)) $(filter-out $(RUNS),$(MORE))
 
-# Each process has a share of the tests, and takes over tests of the others when it is done.
+# Each process has a share of the tests and, when it is done, takes tests from the others.
 test-chaos: venv
 	$(BIN)/python -m pytest -n $(CHAOS_PROCESSES) --dist worksteal tests/chaos
 

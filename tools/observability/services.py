@@ -46,7 +46,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="Controller",
-                    answers="Was the controller started again, and which policy is committed?",
+                    answers="Was the controller restarted, and which policy is committed?",
                     expressions=(
                         ("paceline_journal_term", "term"),
                         ("paceline_policy_version", "policy version"),

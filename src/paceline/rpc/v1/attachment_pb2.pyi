@@ -45,7 +45,7 @@ class AttachHello(_message.Message):
     client: _builtins.str
     """its own name, for logs"""
     window: _builtins.int
-    """most tasks at a time"""
+    """maximum number of tasks at a time"""
     groups: _builtins.bool
     """for scorers: tasks are groups, the samples of a prompt"""
     version: _builtins.str

@@ -151,7 +151,7 @@ class HeartbeatRequest(_message.Message):
     state: _builtins.str
     """a state of the member's kind (paceline.core.members); may be empty with a failure"""
     in_flight: _builtins.int
-    """requests or items under way"""
+    """requests or items in progress"""
     failure: _builtins.str
     """why it will end; empty otherwise"""
     is_final: _builtins.bool
@@ -166,7 +166,7 @@ class HeartbeatRequest(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """resources that it uses; absent with a failure"""
+        """resources that the member uses; absent with a failure"""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class HeartbeatResponse(_message.Message):
     run_over: _builtins.bool
     """the run has ended; leave"""
     drain: _builtins.bool
-    """take no new work, finish what is under way, leave"""
+    """take no new work, finish the work in progress, leave"""
     hold: _builtins.bool
     """do not start the engine yet: the learner has the turn"""
     stay: _builtins.bool
@@ -813,7 +813,7 @@ class SetRatesResponse(_message.Message):
 
     FROM_STEP_FIELD_NUMBER: _builtins.int
     from_step: _builtins.int
-    """the first step trained with it"""
+    """the first step trained with the new scale"""
     def __init__(
         self,
         *,

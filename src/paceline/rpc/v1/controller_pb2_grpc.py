@@ -134,7 +134,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """Ends the run in order after the current phase.
+        """Ends the run after the current phase, with an ordered shutdown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

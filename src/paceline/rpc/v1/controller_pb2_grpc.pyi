@@ -29,7 +29,7 @@ class ControllerServiceStub:
     Watch: _aio.UnaryStreamMultiCallable[_controller_pb2.WatchRequest, _controller_pb2.WatchEvent]
     """Streams phase changes and the metrics of steps, from `from_step` on, until the run ends."""
     StopRun: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRunRequest, _controller_pb2.StopRunResponse]
-    """Ends the run in order after the current phase."""
+    """Ends the run after the current phase, with an ordered shutdown."""
     SetRates: _aio.UnaryUnaryMultiCallable[_controller_pb2.SetRatesRequest, _controller_pb2.SetRatesResponse]
     """Scales the learning rates of all steps whose training has not begun."""
 
@@ -96,7 +96,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.StopRunRequest,
         context: _aio.ServicerContext[_controller_pb2.StopRunRequest, _abc.Awaitable[_controller_pb2.StopRunResponse]],
     ) -> _abc.Awaitable[_controller_pb2.StopRunResponse]:
-        """Ends the run in order after the current phase."""
+        """Ends the run after the current phase, with an ordered shutdown."""
 
     @_abc_1.abstractmethod
     def SetRates(

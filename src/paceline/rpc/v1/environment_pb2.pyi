@@ -44,10 +44,10 @@ class EnvironmentDescription(_message.Message):
     CONTRACT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_episodes: _builtins.int
-    """most open at a time"""
+    """maximum number open at a time"""
     num_open: _builtins.int
     contract: _builtins.int
-    """The version of this contract that it speaks; 0 means 1, from environments older than this field."""
+    """The version of this contract that the environment speaks; 0 means 1, from environments older than this field."""
     def __init__(
         self,
         *,

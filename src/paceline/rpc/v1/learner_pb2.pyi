@@ -108,7 +108,7 @@ class FreeMemoryRequest(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     ENGINE_BYTES_FIELD_NUMBER: _builtins.int
     engine_bytes: _builtins.int
-    """An engine's memory on a GPU when last awake. 0: not measured; ranks use the configuration."""
+    """An engine's memory on a GPU when it was last awake. 0: not measured; ranks use the configuration."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Parts of an engine, "weights" and "kv_cache": a rank frees memory only if its GPU lacks room for them. If the list
@@ -407,7 +407,7 @@ class GuardReading(_message.Message):
     reference: _builtins.float
     """the running median, if the rule uses it"""
     num_skipped: _builtins.int
-    """optimizer steps not taken because of it"""
+    """optimizer steps not taken because of the rule"""
     def __init__(
         self,
         *,

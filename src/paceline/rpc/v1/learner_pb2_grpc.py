@@ -129,7 +129,7 @@ class LearnerServiceServicer(object):
 
     def AbandonPush(self, request, context):
         """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
-        JoinWeightGroup or PublishWeights is under way.
+        JoinWeightGroup or PublishWeights is in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,8 +182,8 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint: so a
-        learner goes back to an earlier version.
+        """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint. This
+        is how a learner goes back to an earlier version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

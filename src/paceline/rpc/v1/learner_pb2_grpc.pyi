@@ -24,7 +24,7 @@ class LearnerServiceStub:
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_learner_pb2.LeaveLearnerGroupRequest, _learner_pb2.LeaveLearnerGroupResponse]
     AbandonPush: _aio.UnaryUnaryMultiCallable[_learner_pb2.AbandonPushRequest, _learner_pb2.AbandonPushResponse]
     """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
-    JoinWeightGroup or PublishWeights is under way.
+    JoinWeightGroup or PublishWeights is in progress.
     """
     FreeMemory: _aio.UnaryUnaryMultiCallable[_learner_pb2.FreeMemoryRequest, _learner_pb2.FreeMemoryResponse]
     """Frees the ranks' cached GPU memory for the engines that share their GPUs. May be repeated."""
@@ -47,8 +47,8 @@ class LearnerServiceStub:
     does not change.
     """
     Restart: _aio.UnaryUnaryMultiCallable[_learner_pb2.RestartRequest, _learner_pb2.RestartResponse]
-    """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint: so a
-    learner goes back to an earlier version.
+    """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint. This
+    is how a learner goes back to an earlier version.
     """
 
 class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -91,7 +91,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_learner_pb2.AbandonPushRequest, _abc.Awaitable[_learner_pb2.AbandonPushResponse]],
     ) -> _abc.Awaitable[_learner_pb2.AbandonPushResponse]:
         """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
-        JoinWeightGroup or PublishWeights is under way.
+        JoinWeightGroup or PublishWeights is in progress.
         """
 
     @_abc_1.abstractmethod
@@ -156,8 +156,8 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.RestartRequest,
         context: _aio.ServicerContext[_learner_pb2.RestartRequest, _abc.Awaitable[_learner_pb2.RestartResponse]],
     ) -> _abc.Awaitable[_learner_pb2.RestartResponse]:
-        """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint: so a
-        learner goes back to an earlier version.
+        """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint. This
+        is how a learner goes back to an earlier version.
         """
 
 def add_LearnerServiceServicer_to_server(servicer: LearnerServiceServicer, server: _aio.Server) -> None: ...

@@ -53,7 +53,7 @@ class RewardServiceServicer(object):
 
     def Score(self, request, context):
         """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
-        anything else fails the call. An item may come twice and should get the same score. Calls carry a W3C
+        anything else fails the call. An item may arrive twice and should get the same score. Calls carry a W3C
         `traceparent`, and `authorization: Bearer TOKEN` if a token is set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -61,9 +61,9 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Says what it scores, and which version of this contract it speaks; called first on a connection, with a deadline
-        of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is later
-        than its own, or the data sources do not match.
+        """Says what the service scores, and which version of this contract it speaks; called first on a connection, with a
+        deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is
+        later than the run's own, or if the data sources do not match.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,13 +18,13 @@ class RewardServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
-    anything else fails the call. An item may come twice and should get the same score. Calls carry a W3C
+    anything else fails the call. An item may arrive twice and should get the same score. Calls carry a W3C
     `traceparent`, and `authorization: Bearer TOKEN` if a token is set.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRewardRequest, _reward_pb2.RewardDescription]
-    """Says what it scores, and which version of this contract it speaks; called first on a connection, with a deadline
-    of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is later
-    than its own, or the data sources do not match.
+    """Says what the service scores, and which version of this contract it speaks; called first on a connection, with a
+    deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is
+    later than the run's own, or if the data sources do not match.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -37,7 +37,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_reward_pb2.ScoreRequest, _abc.Awaitable[_reward_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_reward_pb2.ScoreResponse]:
         """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
-        anything else fails the call. An item may come twice and should get the same score. Calls carry a W3C
+        anything else fails the call. An item may arrive twice and should get the same score. Calls carry a W3C
         `traceparent`, and `authorization: Bearer TOKEN` if a token is set.
         """
 
@@ -47,9 +47,9 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.DescribeRewardRequest,
         context: _aio.ServicerContext[_reward_pb2.DescribeRewardRequest, _abc.Awaitable[_reward_pb2.RewardDescription]],
     ) -> _abc.Awaitable[_reward_pb2.RewardDescription]:
-        """Says what it scores, and which version of this contract it speaks; called first on a connection, with a deadline
-        of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is later
-        than its own, or the data sources do not match.
+        """Says what the service scores, and which version of this contract it speaks; called first on a connection, with a
+        deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is
+        later than the run's own, or if the data sources do not match.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _aio.Server) -> None: ...

@@ -196,7 +196,7 @@ class SleepResponse(_message.Message):
 
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
-    """The most memory that the engine has freed on a GPU, which it needs to wake. 0: not measured."""
+    """The largest memory that the engine has freed on a GPU; it needs as much to wake. 0: not measured."""
     def __init__(
         self,
         *,

@@ -91,7 +91,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Stops taking prompts, aborts requests under way, receives a version, resets caches. -> SYNCING.
+        """Stops taking prompts, aborts requests in progress, receives a version, resets caches. -> SYNCING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Closes the sampler, aborts requests under way, frees the GPU memory of weights and KV cache. -> ASLEEP.
+        """Closes the sampler, aborts requests in progress, frees the GPU memory of weights and KV cache. -> ASLEEP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,11 +21,11 @@ class RolloutServiceStub:
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.JoinRolloutGroupRequest, _rollout_pb2.JoinRolloutGroupResponse]
     """Joins the weight group of a membership epoch. Every other rank must join at the same time."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
-    """Stops taking prompts, aborts requests under way, receives a version, resets caches. -> SYNCING."""
+    """Stops taking prompts, aborts requests in progress, receives a version, resets caches. -> SYNCING."""
     Commit: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitRequest, _rollout_pb2.CommitResponse]
     """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING."""
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Closes the sampler, aborts requests under way, frees the GPU memory of weights and KV cache. -> ASLEEP."""
+    """Closes the sampler, aborts requests in progress, frees the GPU memory of weights and KV cache. -> ASLEEP."""
     Wake: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]
     """Allocates the memory of a part again: the weights before a push, the KV cache before the commit after it."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaveRolloutGroupRequest, _rollout_pb2.LeaveRolloutGroupResponse]
@@ -55,7 +55,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ReceiveWeightsRequest,
         context: _aio.ServicerContext[_rollout_pb2.ReceiveWeightsRequest, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]:
-        """Stops taking prompts, aborts requests under way, receives a version, resets caches. -> SYNCING."""
+        """Stops taking prompts, aborts requests in progress, receives a version, resets caches. -> SYNCING."""
 
     @_abc_1.abstractmethod
     def Commit(
@@ -71,7 +71,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _aio.ServicerContext[_rollout_pb2.SleepRequest, _abc.Awaitable[_rollout_pb2.SleepResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.SleepResponse]:
-        """Closes the sampler, aborts requests under way, frees the GPU memory of weights and KV cache. -> ASLEEP."""
+        """Closes the sampler, aborts requests in progress, frees the GPU memory of weights and KV cache. -> ASLEEP."""
 
     @_abc_1.abstractmethod
     def Wake(
