@@ -314,7 +314,7 @@ async def lying(task: Any, *, base_url: str, token: str, model: str) -> str:
     ("function", "message"),
     [
         (raising, "ValueError: no luck"),
-        (silent, "ended without a question"),
+        (silent, "ended without a request"),
         (sleeping, "within 0.5 s"),
         (wordy, "data.max_prompt_length is 200"),
         (lying, "returns a number, an Outcome or None, not str"),

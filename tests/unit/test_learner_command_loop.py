@@ -218,7 +218,7 @@ def test_rows_of_earlier_steps_are_fetched_within_the_bound_of_a_replay_alone() 
     later = PolicyTag(version=3, digest="f" * 16)
     assert list(fetch(ReplayBound(step=4, oldest=0), later)) == [2, 0]
     assert list(fetch(ReplayBound(step=step, oldest=-3))) == [2, 0]
-    with pytest.raises(VersionMismatchError, match=r"step 4 trains again is of versions 1 to 2"):
+    with pytest.raises(VersionMismatchError, match=r"step 4 replays only versions 1 to 2"):
         fetch(ReplayBound(step=4, oldest=1), later)
     with pytest.raises(VersionMismatchError, match="the step trains on v3@"):
         fetch(None, later)
@@ -226,7 +226,7 @@ def test_rows_of_earlier_steps_are_fetched_within_the_bound_of_a_replay_alone() 
         fetch(ReplayBound(step=step, oldest=-3), later)
     rows, blobs = make_batch(step=9, num_prompts=2, num_samples=2)
     store = DictBlobs(blobs)
-    with pytest.raises(VersionMismatchError, match="what step 4 trains again"):
+    with pytest.raises(VersionMismatchError, match="step 4 replays only"):
         fetch(ReplayBound(step=4, oldest=0), later)
 
 

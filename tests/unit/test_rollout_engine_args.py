@@ -191,7 +191,7 @@ def test_engine_kwargs_win_where_they_may() -> None:
         ("worker_extension_cls", "a.B", "the push runs in it"),
         ("data_parallel_size", 2, r"write rollout.replicas for more servers \(allowed: 1\)"),
         ("pipeline_parallel_size", 2, r"tensor-parallel ranks.*\(allowed: 1\)"),
-        ("enable_lora", True, "adapters are no part of a push"),
+        ("enable_lora", True, "adapters are not pushed"),
         ("mm_device_do_normalize", True, "pixels are normalised already"),
         ("mm_processor_cache_gb", 4, r"sends each image once.*\(allowed: 0\)"),
         ("mm_processor_cache_type", "shm", r"sends each image once.*\(allowed: lru\)"),

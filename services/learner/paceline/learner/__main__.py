@@ -11,7 +11,7 @@ from paceline.service.imports import without_collections
 from paceline.service.member.bootstrap import MemberOptions, run_member
 from paceline.storage.cache import keep_kernels
 
-# Both must be set before torch is imported. With segments of fixed size, micro-batches of changing length
+# Both must be set before torch is imported. Without expandable segments, micro-batches of changing length
 # left 25 of 77 GiB free in pieces too small for the next tensor, and an update of 7B on four H100s ran out of
 # memory.
 keep_kernels()

@@ -113,7 +113,7 @@ class LearnerApp:
 
 
 def run_follower(environment: RankEnvironment, host: str) -> int:
-    """Runs every rank but 0; returns the exit code."""
+    """Runs a rank other than 0; returns the exit code."""
     die_with_parent()
     name = f"learner-rank{environment.rank}"
     setup_logging(name)

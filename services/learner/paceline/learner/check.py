@@ -1,6 +1,6 @@
 """`python -m paceline.learner.check NAME ...` checks in a separate process what the learner will do.
 
-So a run ends for such faults before the learner's ranks load a model.
+A fault that this finds ends the run before the learner's ranks load a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.service.member.check import ServiceChecks, run_check
 
 
 def _algorithm(path: str) -> str:
-    """Calls a user's own algorithm, estimator and policy loss, of the resolved configuration at a path."""
+    """Calls the user's own algorithm, estimator and policy loss, named by the configuration at `path`."""
     config = load(RunConfig, Path(path))
     try_algorithm(config)
     own = [config.actor.policy_loss.path] if isinstance(config.actor.policy_loss, CustomLoss) else []

@@ -1,7 +1,7 @@
 """`python -m paceline.learner.dpo --config resolved.yaml`: trains a policy on pairs of answers.
 
-One process per rank. Network, packing, micro-batches and optimizer are those of reinforcement learning, the
-losses those of `paceline.algorithms.policy_losses.pairs`. There is no second model: the reference is the
+One process per rank. Network, packing, micro-batches and optimizer are those of reinforcement learning; the
+losses are those of `paceline.algorithms.policy_losses.pairs`. There is no second model: the reference is the
 starting model, and scores all pairs before the first step.
 """
 
@@ -47,7 +47,7 @@ class Preference:
 
 
 def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[Preference], int]:
-    """Returns all pairs that fit the length limits, and the number of the others.
+    """Returns all pairs that fit the length limits, and the number of pairs that do not.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -95,7 +95,7 @@ class DpoTrainer:
     Args:
         network: sharded over `ranks`, with the starting model's weights.
         pairs: all pairs, held-out ones among them.
-        batches: the indices that each of the coming steps will get.
+        batches: for each of the coming steps, the indices of its pairs.
         held_out: indices of pairs that are used only for `accuracy`.
     """
 

@@ -92,7 +92,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
 
 
 def _require_base(config: RunConfig, base: Base, source: Path, folder: Folder) -> None:
-    """Raises CheckpointError where `source` has other frozen weights than the run was trained on."""
+    """Raises CheckpointError if `source` has other frozen weights than the run was trained on."""
     lm, seed = empty_lm(read_config(source)), _seed_of(config)
     if base.adapters is not None:
         lm.requires_grad_(False)

@@ -80,7 +80,8 @@ class RankRegistration:
     advertise: str
 
     def to_bytes(self) -> bytes:
-        """Encodes it for other ranks. Keep it out of the group's store: it holds the broker's password."""
+        """Encodes the registration for other ranks. Never in the group's store: it holds the broker's
+        password."""
         fields = dataclasses.asdict(self) | {"config": self.config.model_dump_json()}
         return json.dumps(fields).encode()
 
@@ -169,7 +170,7 @@ def follow(environment: RankEnvironment) -> bool:
         Whether the run is over; if not, the group must be started again.
 
     Raises:
-        DeadlineError: rank 0 did not come.
+        DeadlineError: rank 0 did not appear in time.
         PeerLostError: another rank failed.
     """
     try:

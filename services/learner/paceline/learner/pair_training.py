@@ -97,7 +97,7 @@ def tokenizer_of(config: TuningRunConfig) -> Any:
     """Loads the tokenizer of the model.
 
     Raises:
-        ModelError: it is unusable, or has no end-of-sequence token.
+        ModelError: the tokenizer is unusable, or has no end-of-sequence token.
     """
     tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
     if tokenizer.eos_token_id is None:
@@ -135,7 +135,7 @@ def batch_indices(num_pairs: int, batch_size: int, seed: int, *, section: str = 
 
 
 class Tuner(Generic[N]):
-    """Takes optimizer steps on a network by a section's settings; every rank calls it."""
+    """Takes optimizer steps on a network with a section's settings; every rank calls it."""
 
     def __init__(self, tuning: TuningConfig, network: N, ranks: Ranks) -> None:
         self.network, self._ranks = network, ranks

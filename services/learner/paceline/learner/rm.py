@@ -46,7 +46,7 @@ class Comparison:
 
 
 def read_comparisons(config: RmRunConfig, files: Sequence[str]) -> tuple[list[Comparison], int]:
-    """Returns all pairs that fit the length limits, and the number of the others.
+    """Returns all pairs that fit the length limits, and the number of pairs that do not.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -132,7 +132,8 @@ class RmTrainer:
         )
 
     def _loss(self, batch: MicroBatch, pairs: Sequence[Comparison]) -> tuple[Tensor, Tensor]:
-        """Returns a micro-batch's share of the loss; then, detached, it and the number of correct pairs."""
+        """Returns a micro-batch's share of the loss; then, detached, that share and the number of correct
+        pairs."""
         chosen, rejected = self._scores(batch)
         margins = [pairs[index].margin for index in batch.rows[::2]]
         margin = torch.tensor(margins, dtype=chosen.dtype, device=chosen.device)

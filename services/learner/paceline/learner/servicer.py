@@ -163,8 +163,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def TrainStep(self, request: pb.TrainStepRequest, context: Any) -> pb.TrainStepResponse:
         """Trains a step; a repeated call with the same digest gets the first result.
 
-        The step continues if the caller gives up or reaches its deadline, because it will ask again. Only the
-        ranks read the rows: reading many rows would block the event loop.
+        The step continues if the caller gives up or reaches its deadline, because the caller will ask again.
+        Only the ranks read the rows: reading many rows would block the event loop.
 
         Raises:
             IllegalTransitionError: the step was trained, or is training, on another batch, or is not the
@@ -218,7 +218,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         """Waits until the last saved checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written, or is not the last saved checkpoint.
+            CheckpointError: the checkpoint could not be written, or is not the last saved checkpoint.
         """
         step, written = self._saved or (None, None)
         if step != request.step or written is None:

@@ -45,7 +45,7 @@ class Pair:
 
 
 def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], int]:
-    """Returns all pairs that fit the length limits, and the number of the others.
+    """Returns all pairs that fit the length limits, and the number of pairs that do not.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.

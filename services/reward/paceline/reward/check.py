@@ -21,7 +21,7 @@ from paceline.service.member.check import ServiceChecks, run_check
 def _scorers(path: str) -> str:
     """Checks that functions can be called and services support the configuration; runs users' modules.
 
-    Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
+    Services that cannot be reached, or refuse this environment's token, pass: they may come up later.
     """
     config = load(RunConfig, Path(path))
     for name, reward in config.rewards.items():
@@ -37,7 +37,7 @@ def load_functions(reward: RewardConfig) -> None:
     """Loads the functions of a reward; runs users' modules.
 
     Raises:
-        ConfigError: as `registry.load`.
+        ConfigError: as in `registry.load`.
     """
     for function in reward.functions:
         registry.load(function.name, function.kwargs, group=function.group)

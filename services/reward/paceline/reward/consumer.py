@@ -179,7 +179,8 @@ class Consumer:
             self.num_in_flight -= len(entries)
 
     async def _answers(self, entries: Sequence[Entry], started: float) -> dict[str, list[Outgoing]]:
-        """Returns the answers to entries by id, except entries that another delivery may give a reward."""
+        """Returns the answers to entries by id, except to entries that may get a reward by another
+        delivery."""
         answers: dict[str, list[Outgoing]] = {}
         headers: dict[str, tuple[TrajectoryHeader, ...]] = {}
         groups: set[str] = set()
@@ -225,7 +226,7 @@ class Consumer:
         }
 
     def _refusal(self, entry: Entry, error: InvalidMessageError) -> Outgoing:
-        """Returns a refusal that drops an unreadable header's group, which will lack a score for good."""
+        """Returns a refusal that drops an unreadable header's group, which can never be scored completely."""
         _log.error("entry %s of %s: %s", entry.entry_id, entry.stream, error)
         refusal = refusal_of(
             entry.payload,

@@ -33,7 +33,7 @@ class RewardBySet:
         """Builds the rewards that a configuration describes; `settings` are those of the run's reward.
 
         Raises:
-            ConfigError: as `WeightedSum.configured`; it names the set.
+            ConfigError: as in `WeightedSum.configured`; names the set.
         """
         of_sets: dict[str, WeightedSum] = {}
         for name, reward in config.val_rewards.items():
@@ -65,7 +65,7 @@ class RewardBySet:
         """Starts the scorers of the run's reward and of every set.
 
         Raises:
-            ConfigError, DeadlineError, PeerLostError: as `WeightedSum.start`; a ConfigError names the set.
+            ConfigError, DeadlineError, PeerLostError: as in `WeightedSum.start`; a ConfigError names the set.
         """
         starting = [self._start_of_set(name, reward) for name, reward in self._of_sets.items()]
         await asyncio.gather(self._general.start(), *starting)

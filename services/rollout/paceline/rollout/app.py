@@ -175,7 +175,7 @@ class RolloutApp:
         return MemberReport(state=standing.state, policy=standing.policy, in_flight=self._server.in_flight)
 
     async def _check_health(self, engine: Engine) -> None:
-        # The death of an idle engine may be noticed only when it is asked.
+        # An idle engine's death may be noticed only by asking the engine.
         while not self._session.context.stopping.is_set():
             await engine.check_health()
             await asyncio.sleep(_HEALTH_S)

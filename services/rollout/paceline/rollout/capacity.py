@@ -15,8 +15,8 @@ class SamplerLimits:
     """Limits how much may be under way at once, and for how long.
 
     Args:
-        num_samples: samples that the engine decodes at once. While so many have not ended, or wait for room
-            in the mailbox, no group is begun: another server could decode what waits in this one's engine.
+        num_samples: samples that the engine decodes at once. While that many are unfinished or wait for room
+            in the mailbox, no group begins, because another server could decode what would only wait here.
         num_groups: most groups, of any size.
         num_open: most samples that have not ended, including those that wait for a tool.
         group_timeout_s: longest time that one group may take in the engine.
@@ -26,11 +26,11 @@ class SamplerLimits:
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
         in_flight: what becomes of samples under way when new weights come (`rollout.in_flight`).
         save_progress_s: `rollout.save_progress_s`.
-        validates: whether held-out prompts are answered, by the validation servers' own mailboxes.
-        reports_beside: whether what concerns held-out prompts goes to the mailbox of validations beside
+        validates: whether this server answers held-out prompts, from the validation servers' own mailboxes.
+        reports_beside: whether messages about held-out prompts go to the mailbox of validations beside
             training.
-        max_staleness: how many versions older than the server's own a group's version may be, which is the
-            oldest that may draw the group.
+        max_staleness: how many versions older than the server's a group's version may be; a group's version
+            is the oldest that may draw it.
     """
 
     num_samples: int
@@ -59,7 +59,7 @@ class SamplerLimits:
         """Returns the limits that the configuration sets.
 
         Args:
-            validates: for a server that only answers held-out prompts: each with a single version.
+            validates: whether the server only answers held-out prompts, each with a single version.
         """
         rollout, in_flight = config.rollout, config.pushes_in_flight and not validates
         return cls(
@@ -150,15 +150,15 @@ class Capacity:
         self._acting -= 1
 
     def delivery_began(self, num_samples: int) -> None:
-        """Notes that so many samples are on their way into the mailbox."""
+        """Notes that this many samples are on their way into the mailbox."""
         self._delivering += num_samples
 
     def group_ended(self, *, undrawn: int, delivering: int) -> None:
         """Notes that a group is over: delivered, refused or aborted.
 
         Args:
-            undrawn: its samples that the engine had not ended.
-            delivering: its samples whose delivery began.
+            undrawn: number of its samples that the engine had not finished.
+            delivering: number of its samples whose delivery has begun.
         """
         self._num_groups -= 1
         self._delivering -= delivering

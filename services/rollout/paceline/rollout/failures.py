@@ -1,4 +1,4 @@
-"""What becomes of a prompt group that gets no samples: refused, given back, or the end of the server."""
+"""Decides whether a prompt group that gets no samples is refused, is given back, or ends the server."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Admission:
     """Decides which deliveries are worth an attempt.
 
     Args:
-        run_id: the only one that is served.
+        run_id: id of the only run that is served.
         policy: the policy that groups are drawn from.
         max_staleness: how many versions older than `policy` a group's policy may be.
-        server_id: the sender of refusals.
+        server_id: id of this server, the sender of refusals.
         vocab_size: token ids are below it.
         max_deliveries: attempts that a group gets; servers that died during one count too.
     """
@@ -92,7 +92,7 @@ class Admission:
         return group
 
     def awaits_push(self, entry: Entry) -> bool:
-        """Returns whether a group is for weights that this server has yet to get by a push in mid-answer."""
+        """Returns whether a group needs weights that this server will get by a push in mid-answer."""
         if not self.max_staleness:
             return False
         try:
@@ -114,7 +114,7 @@ class Admission:
     def is_suspect(self, entry: Entry) -> bool:
         """Returns whether a group may have killed the servers that took it: half of its attempts are used up.
 
-        It is drawn with no other beside it, so that it cannot use up the attempts of others as well.
+        It is drawn alone, so that it cannot use up the attempts of other groups as well.
         """
         return entry.deliveries > max(1, self.max_deliveries // 2)
 

@@ -19,8 +19,7 @@ class Images:
     """The images of a run's prompts.
 
     Args:
-        max_kept_bytes: most bytes of pixels kept for prompts that come again: greedy answers, other
-            deliveries.
+        max_kept_bytes: most bytes of pixels kept for repeated prompts (greedy answers, further deliveries).
     """
 
     def __init__(self, broker: Broker, run_id: str, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
@@ -32,7 +31,7 @@ class Images:
         """Returns the images with their pixels, in order.
 
         Raises:
-            LostDataError: the broker lacks one.
+            LostDataError: the broker lacks an image.
             InvalidMessageError: a blob holds other pixels.
         """
         loaded = {image: self._kept[image] for image in images if image in self._kept}

@@ -113,7 +113,7 @@ class ResumableDraws:
         self._saving = asyncio.Lock()
         self._is_leaving = False
         for metric in (metrics.TOKENS_CARRIED_OVER, metrics.PROGRESS_SAVED):
-            telemetry.count(metric, 0)  # makes their first increase visible
+            telemetry.count(metric, 0)  # makes the metrics' first increase visible
 
     async def draw(
         self,

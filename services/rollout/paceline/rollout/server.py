@@ -74,7 +74,7 @@ class RolloutServer:
             return await engine.describe()
 
     async def join(self, epoch: int, spec: WeightGroupSpec, rank_offset: int) -> None:
-        """Joins the weight group of a membership epoch; every other rank must join meanwhile."""
+        """Joins the weight group of a membership epoch; every other rank must join at the same time."""
         async with self._order_lock:
             parts = self._ready()
             if EnginePart.WEIGHTS in self._standing.asleep:

@@ -13,7 +13,7 @@ from paceline.wire.calls.protobuf import policy_tag_from_proto
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers calls; rollout.proto says what each method promises."""
+    """Answers calls; rollout.proto documents the methods."""
 
     def __init__(self, server: RolloutServer) -> None:
         self._server = server
@@ -30,7 +30,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinRolloutGroupRequest, context: Any
     ) -> rollout_pb2.JoinRolloutGroupResponse:
-        """Lets the server join the weight group."""
+        """Makes the server join the weight group."""
         spec = WeightGroupSpec.from_bytes(request.spec)
         await self._server.join(request.epoch, spec, request.rank_offset)
         return rollout_pb2.JoinRolloutGroupResponse()
@@ -38,7 +38,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        """Lets the server receive a version's weights."""
+        """Makes the server receive a version's weights."""
         receipt = await self._server.receive(request.epoch, request.version)
         return rollout_pb2.ReceiveWeightsResponse(receipt=receipt.to_bytes())
 
@@ -59,7 +59,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveRolloutGroupRequest, context: Any
     ) -> rollout_pb2.LeaveRolloutGroupResponse:
-        """Lets the server leave the weight group."""
+        """Makes the server leave the weight group."""
         await self._server.leave(request.epoch)
         return rollout_pb2.LeaveRolloutGroupResponse()
 

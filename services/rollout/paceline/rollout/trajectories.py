@@ -84,8 +84,8 @@ def trajectory_messages(
     Args:
         together: make one message with all headers and blobs, for scorers that score the samples together.
         server_id: this server's name in the run.
-        draw: differs between all draws under this server's name, also of its predecessors, so that the blobs
-            of one draw never replace those of another.
+        draw: differs between all draws under this server's name, those of its predecessors included, so that
+            the blobs of one draw never replace those of another.
         seconds: time that the engine took for the group.
         policies: by version, if policies other than the group's may have drawn it.
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplayBound(NamedTuple):
-    """Rows of the steps before `step` may be trained again, if no token is of a version before `oldest`."""
+    """Rows of the steps before `step` may be trained again, if no token is older than version `oldest`."""
 
     step: int
     oldest: int
@@ -53,23 +53,23 @@ def fetch_rows(
     newest: int | None = None,
     replay: ReplayBound | None = None,
 ) -> dict[int, PackedRow]:
-    """Fetches the rows at the places `wanted`, by place, and the pixels of their images, each once.
+    """Returns the rows at the places `wanted`, by place; the pixels of an image are fetched once.
 
     Args:
-        blobs: where the rows' arrays are.
+        blobs: store of the rows' arrays.
         rows: rows of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
-        policy: the policy that must have sampled the rows; with `newest`, their oldest tokens.
+        policy: policy that must have sampled the rows; with `newest`, the oldest policy allowed.
         vocab_size: size of the model's vocabulary.
-        images: what the model takes; None if it takes none.
+        images: images that the model takes; None: it takes none.
         newest: newest version that tokens may have; None: all must be from `policy`.
-        replay: what may be trained again; None: nothing, and all rows are of `policy`.
+        replay: which rows may be trained again; None: no replay, all rows are of `policy`.
 
     Raises:
         InvalidMessageError: a blob is not a trajectory.
         VersionMismatchError: a trajectory was sampled from another policy than is allowed.
         LostDataError: a blob is missing, or is not the one that was scored.
-        DataError: a trajectory is not the one that its row names or was not sampled for training, or its
+        DataError: a trajectory is not the one that its row names, or was not sampled for training, or its
             images are not those of its prompt.
         BrokerError, DeadlineError: the broker does not answer.
     """
@@ -131,7 +131,7 @@ def _add_images(
 
 
 def _check_blob(blob: bytes, row: BatchRow) -> None:
-    """Checks the digest: a server may have sampled again and replaced the blob after the first was scored."""
+    """Checks the digest: a server may have sampled again and replaced the blob after it was scored."""
     digest = blob_digest(blob)
     if digest != row.blob_digest:
         raise LostDataError(
@@ -141,7 +141,7 @@ def _check_blob(blob: bytes, row: BatchRow) -> None:
 
 
 def _check_policy(trajectory: Trajectory, policy: PolicyTag, newest: int | None) -> None:
-    """Refuses tokens of another policy than those of the step."""
+    """Refuses tokens of other policies than the step's."""
     last = policy.version if newest is None else newest
     for sampled_from in (trajectory.policy, *(part.policy for part in trajectory.ranges)):
         is_known = sampled_from == policy or sampled_from.version != policy.version
@@ -160,8 +160,8 @@ def _check_replayed(trajectory: Trajectory, replay: ReplayBound) -> None:
     versions = [trajectory.policy.version, *(part.policy.version for part in trajectory.ranges)]
     if key.step > replay.step or not replay.oldest <= min(versions) <= max(versions) <= last:
         raise VersionMismatchError(
-            f"trajectory {key} has tokens of version {min(versions)}; what step {replay.step} trains again "
-            f"is of versions {replay.oldest} to {last} (algorithm.replay.max_age); it must not enter the "
+            f"trajectory {key} has tokens of version {min(versions)}; step {replay.step} replays "
+            f"only versions {replay.oldest} to {last} (algorithm.replay.max_age); it must not enter the "
             "batch"
         )
 

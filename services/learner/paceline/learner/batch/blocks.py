@@ -13,7 +13,7 @@ Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class SequenceBlock:
     """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on.
 
-    They share a prefix of `prefix_length` tokens from `prefix_start` on, which precede each of them.
+    They share a prefix, the `prefix_length` tokens from `prefix_start` on.
     """
 
     start: int

@@ -26,8 +26,8 @@ class SequenceRun:
     """Sequences that are computed together.
 
     Attributes:
-        tokens: (m,) int64, their tokens in the row, one sequence after another.
-        cu_seqlens: (num_sequences + 1,) int64, where each begins among the m; on the model's device.
+        tokens: (m,) int64, the places of the sequences' tokens in the row, one sequence after another.
+        cu_seqlens: (num_sequences + 1,) int64 on the model's device, where each sequence begins among the m.
         cu_seqlens_on_host: the same on the CPU.
     """
 
@@ -55,11 +55,11 @@ class ChainedSequences:
     Attributes:
         first: sequences without a prefix.
         then: sequences with a prefix; None if there are none.
-        prefixes: for each sequence of `then`, which of `first` is its prefix.
+        prefixes: for each sequence of `then`, the index of its prefix in `first`.
         order: (T,), the place of each token among those of `first` and `then`.
         begins: (b,), the first tokens of each sequence, as many as a convolution looks back over.
-        looked_at: (b * taps,), for each of these tokens the last `taps` tokens up to itself; T stands for a
-            token that does not exist.
+        looked_at: (b * taps,), for each token of `begins`, it and the `taps` - 1 tokens before it; T stands
+            for a token that does not exist.
     """
 
     first: SequenceRun
@@ -101,7 +101,7 @@ class ChainedSequences:
 def _look_back(
     spans: Sequence[tuple[int, int, int, int]], taps: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens that begin sequences, and for each of them the `taps` tokens up to itself."""
+    """Returns the first tokens of sequences, and for each of them the last `taps` tokens up to itself."""
     begins, looked_at = [], []
     for start, length, prefix_start, prefix_length in spans:
         inside = np.arange(min(length, taps - 1))[:, None]

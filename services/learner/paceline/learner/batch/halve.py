@@ -35,7 +35,7 @@ class Halves:
         return cls(part=part, halves=(cut[0][0], cut[1][0]), rows=(cut[0][1], cut[1][1]))
 
     def hand_back(self) -> None:
-        """Copies log-probs that only the halves have, from their forward passes, back to the part."""
+        """Copies log-probs that the halves' forward passes computed back to the part."""
         for name in self.halves[0].log_probs.keys() - self.part.log_probs.keys():
             table = torch.zeros(self.part.batch.mask.shape, device=self.part.batch.mask.device)
             for half, rows in zip(self.halves, self.rows, strict=True):

@@ -29,7 +29,7 @@ def find_images(
     """Returns the images with the places of their tokens in the prompt.
 
     Raises:
-        DataError: as `placeholder_ranges`.
+        DataError: as in `placeholder_ranges`.
     """
     ranges = placeholder_ranges(prompt, images, spec)
     return tuple(
@@ -70,7 +70,7 @@ def _text(first: int, length: int) -> Int64Array:
 
 @dataclass(kw_only=True, slots=True)
 class PlacedImages:
-    """The images of a micro-batch as they are laid out, each with the place of its first token in T."""
+    """The images of a micro-batch, each with the place of its first token among the T."""
 
     images: list[PromptImage] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class PlacedImages:
         self.starts += [prompt_start + image.start for image in images]
 
     def pack(self, device: torch.device) -> PackedImages | None:
-        """Returns tensors on the device, with the pixels of equal images once; None without images."""
+        """Returns tensors on the device, which hold equal images once; None without images."""
         if not self.images:
             return None
         distinct = {image.hash: image for image in self.images}

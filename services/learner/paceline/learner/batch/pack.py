@@ -33,7 +33,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
     rows = list(rows) or [_filler_row()]
     layout = _Layout.of(rows, share_prompts=share_prompts)
     responses = np.array([len(row.response_token_ids) for row in rows])
-    first = np.cumsum(responses) - responses  # start of each row among the n
+    first = np.cumsum(responses) - responses  # start of each row among the n response tokens
     steps = np.arange(responses.max())
     inside = steps < responses[:, None]  # (B, R)
     score_positions = np.array(layout.response_starts)[:, None] - 1 + steps
@@ -68,9 +68,9 @@ class _Layout:
     """Where the rows' tokens lie.
 
     Attributes:
-        tokens, positions: parts, each a prompt or a response. lengths, prefixes: of the sequences, for
-        `PackedSequences.of`. prompt_ends, response_starts: by row, the last token of its prompt and the first
-        of its response.
+        tokens, positions: one array per prompt or response.
+        lengths, prefixes: arguments of `PackedSequences.of`.
+        prompt_ends, response_starts: by row, the last token of its prompt and the first of its response.
         images: images of all prompts.
     """
 

@@ -56,7 +56,7 @@ class PaddedSequences:
     Attributes:
         queries: (sum of N L,) int64, the token in each place of all batches; free places hold some other
             token of the sequence.
-        keys: (sum of N K,) int64, the same for prefixes and sequences.
+        keys: (sum of N K,) int64, the same for keys, which include the prefixes'.
         order: (T,) int64, the place of each token among `queries`.
     """
 
@@ -100,7 +100,7 @@ class PaddedSequences:
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns (queries, keys), True where a query sees a key; the last of both are the same token."""
+    """Returns (queries, keys), True where a query sees a key; the last query and last key are one token."""
     place = torch.arange(num_keys, device=device)
     distance = place[num_keys - num_queries :].unsqueeze(1) - place
     return (distance >= 0) & (distance < (num_keys if window is None else window))
@@ -109,7 +109,7 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 def _parts(blocks: Sequence[SequenceBlock]) -> Iterator[tuple[tuple[int, int], Int64Array]]:
     """Yields batches: the size of the prefix, that of the sequence, and the batch's rows, (N, 4).
 
-    A row is where a sequence starts, its length, where its prefix starts, and the length of that.
+    A row holds the start and length of a sequence, then those of its prefix.
     """
     sizes: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for block in blocks:

@@ -38,7 +38,7 @@ class RowIndex:
         return RowIndex(rows=rows, order=order, starts=starts)
 
     def followed_by(self, rows: Tensor) -> RowIndex:
-        """Returns the index with rows behind the N, in order, each taken once."""
+        """Returns the index for `rows` appended after the N, in order, each taken once."""
         places = torch.arange(len(self.rows), len(self.rows) + len(rows), device=rows.device)
         return RowIndex(
             rows=torch.cat([self.rows, rows]),

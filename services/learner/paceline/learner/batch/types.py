@@ -50,7 +50,7 @@ class PromptImage:
 
     @property
     def num_tokens(self) -> int:
-        """Number of its tokens in the prompt."""
+        """Number of the image's tokens in the prompt."""
         return prod(self.token_grid)
 
 
@@ -73,12 +73,13 @@ class PackedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixedKeys:
-    """The keys that each sequence sees, side by side: its prefix, then itself.
+    """The keys that the sequences see, one sequence after another: first its prefix, then itself.
 
     Attributes:
-        tokens: which of the T tokens each of the K keys belongs to; a prefix's stand once per sequence.
+        tokens: (K,), which of the T tokens each key belongs to; a prefix occurs once per sequence that has
+            it.
         cu_seqlens: (num_sequences + 1,) int32, where each sequence's keys begin among the K.
-        max_length: keys of the sequence with the most.
+        max_length: largest number of keys of a sequence.
     """
 
     tokens: RowIndex
@@ -120,13 +121,13 @@ class PackedSequences:
 
     @property
     def padded(self) -> PaddedSequences:
-        """The sequences in padded batches, made when they are first asked for."""
+        """The sequences in padded batches, made on first use."""
         if self._padded is None:
             self._padded = PaddedSequences.of(self.blocks, self.cu_seqlens.device)
         return self._padded
 
     def chained(self, taps: int) -> ChainedSequences:
-        """Returns the sequences for layers with a state, made when they are first asked for.
+        """Returns the sequences for layers with a state, made on first use.
 
         Args:
             taps: taps of the layers' convolutions, the same in all of them.
@@ -152,7 +153,7 @@ class PackedSequences:
         """Makes sequences of these lengths, each at least 1, in this order.
 
         Args:
-            lengths: by sequence.
+            lengths: length of each sequence.
             prefixes: by sequence, the index of the earlier sequence that is its prefix (and has no prefix
                 itself), or None. Empty: no sequence has a prefix.
         """
@@ -220,13 +221,13 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedImages:
-    """The images of a micro-batch, on the model's device; equal ones are in it once.
+    """The images of a micro-batch, on the model's device; equal images are stored once.
 
     Attributes:
         pixels: (P, width), the patches of all images.
         grids: (I, 3) int64, each image's (t, h, w) in patches.
         places: (m,), the positions in T of tokens that stand for a part of an image.
-        states: (m,), which of the vision tower's states each of them takes.
+        states: (m,), index of the vision tower's state that each of these tokens takes.
     """
 
     pixels: Tensor
@@ -242,11 +243,11 @@ class MicroBatch:
     Attributes:
         rows: place of each row in the step's batch, (B,) on the host; empty for a filler.
         input_ids: (1, T).
-        position_ids: (1, T), from 0 in each prompt, on in its responses; with images (3, 1, T), as
-            `paceline.learner.batch.images` says.
+        position_ids: (1, T), from 0 in each prompt, continued in its responses; (3, 1, T) with images, see
+            `paceline.learner.batch.images`.
         packed: where the sequences begin.
-        score_positions: (n,), the positions in T that predict a response token: one before it, which for the
-            first token of a response is its prompt's last.
+        score_positions: (n,), the positions in T that predict the response tokens; the last token of the
+            prompt predicts the first token of a response.
         targets: (n,), the response tokens.
         places: (B, R), the index among the n of each entry; n on padding.
         mask: (B, R) bool, True on tokens that the policy produced.
@@ -288,8 +289,8 @@ LogProbs = dict[str, Tensor]
 """A micro-batch's log-probs by the name of their source, tables (B, R).
 
 "rollout" is the sampler, "old" the policy before the update, others are frozen networks. Rows of the first
-mini-batch need not be scored, because its forward pass precedes any step and therefore has the same weights
-and a ratio of 1. Until then there is no "old", and all holders of the micro-batch share one mapping.
+mini-batch need not be scored: its forward pass precedes every optimizer step, so it has the same weights and
+a ratio of 1. Until then there is no "old", and all holders of the micro-batch share one mapping.
 """
 
 
@@ -324,7 +325,7 @@ class TrainingBatch:
     selected: Tensor | None = None
 
     def with_rows(self, batch: MicroBatch, pick: Callable[[Tensor], Tensor]) -> TrainingBatch:
-        """Returns other rows: `pick` makes every table, whatever its name, fit the micro-batch `batch`."""
+        """Returns the batch with the rows of the micro-batch `batch`; `pick` fits each table to them."""
 
         def picked(value: Any) -> Any:
             if isinstance(value, dict):
@@ -335,7 +336,7 @@ class TrainingBatch:
         return TrainingBatch(batch=batch, **{name: picked(value) for name, value in tables.items()})
 
     def positive_mask(self, above: float) -> Tensor:
-        """Returns the mask of the policy's tokens in sequences with a score above this; False elsewhere."""
+        """Returns the mask of the policy's tokens in sequences that score above `above`; False elsewhere."""
         return self.batch.mask & (self.scores > above).unsqueeze(-1)
 
 

@@ -28,7 +28,7 @@ class FileRecord:
 
 
 def measure(folder: Folder, name: str) -> FileRecord:
-    """Reads the file; raises OSError where it cannot be read."""
+    """Reads the file; raises OSError if it cannot be read."""
     return FileRecord(size=folder.size(name), digest=folder.digest(name))
 
 
@@ -36,7 +36,7 @@ def check(folder: Folder, files: Mapping[str, FileRecord], names: Iterable[str])
     """Compares files with their records.
 
     Raises:
-        CheckpointError: a file is missing or has changed; names the first.
+        CheckpointError: a file is missing or has changed; the message names the first.
     """
     for name in names:
         path, record = f"{folder}/{name}", files[name]

@@ -43,10 +43,10 @@ def load_newest(
     Args:
         learner: a learner at its initial weights.
         folders: folders of checkpoints, newest first; with none the learner stays as it is.
-        notify: called with a sentence for every checkpoint that is passed over, and for a changed rate.
+        notify: called with a sentence for every damaged checkpoint, and for a changed learning rate.
 
     Raises:
-        CheckpointError: none of several is intact, or the checkpoint does not fit the run's configuration.
+        CheckpointError: none of `folders` is intact, or the checkpoint does not fit the run's configuration.
     """
     reasons = []
     for folder in folders:
@@ -68,12 +68,12 @@ def load_newest(
 def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log.warning) -> Manifest:
     """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
 
-    The configuration stays in force. `notify` is called if it changes the learning rate or the networks that
-    score.
+    The configuration stays in force. `notify` is called if it changes the learning rate or the frozen
+    networks.
 
     Raises:
-        CommandError: wraps a CheckpointError: it is incomplete or damaged; nothing has changed.
-        CheckpointError: it does not fit the run's configuration.
+        CommandError: wraps a CheckpointError: the checkpoint is incomplete or damaged; nothing has changed.
+        CheckpointError: the checkpoint does not fit the run's configuration.
     """
     manifest = verify(folder, learner.ranks)
     if manifest.has_critic != (learner.critic is not None):
@@ -136,7 +136,7 @@ def roll_back(learner: Learner, folder: Place) -> Manifest:
     The learner's version then names the weights of an earlier step.
 
     Raises:
-        CommandError: wraps a CheckpointError: it is missing or damaged; nothing has changed.
+        CommandError: wraps a CheckpointError: the checkpoint is missing or damaged; nothing has changed.
         CheckpointError: loading failed half-way; the learner is unusable.
     """
     version = learner.version
@@ -154,7 +154,7 @@ def verify(place: Place, ranks: Ranks) -> Manifest:
     """Checks the files, each rank its share; returns the manifest.
 
     Raises:
-        CommandError: wraps a CheckpointError, on all ranks: it is incomplete or damaged.
+        CommandError: wraps a CheckpointError, on all ranks: the checkpoint is incomplete or damaged.
     """
 
     def check() -> Manifest:
@@ -179,7 +179,7 @@ def fill(state: State, folder: Place, ranks: Ranks) -> None:
     """Reads a verified checkpoint into the tensors of a state; every rank calls it.
 
     Raises:
-        CheckpointError: it does not fit them.
+        CheckpointError: the checkpoint does not fit the state.
     """
     try:
         load_shards(state, storage_reader=reader(Folder.at(folder)), process_group=ranks.control)

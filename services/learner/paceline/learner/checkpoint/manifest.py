@@ -76,8 +76,8 @@ class Manifest:
     """Says what a checkpoint holds, file by file.
 
     Attributes:
-        kl: state of the KL controller; empty where the coefficient is fixed.
-        base: what the weights belong to.
+        kl: state of the KL controller; empty if the coefficient is fixed.
+        base: frozen base of the weights.
         schedules: schedules of the learning rates, by network.
         frozen: the digests of frozen networks with weights of their own, by name.
         controller_state: the controller's own JSON.

@@ -2,7 +2,7 @@
 
     copy -> every rank writes its shards -> sizes and digests -> rank 0 writes the manifest: complete
 
-The thread's collectives have a group of their own, so they do not mix with those of training.
+The thread's collectives use a process group of their own, so they do not mix with those of training.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ShardWriter:
             manifest: the manifest without the files.
 
         Returns:
-            A future of the seconds that writing takes. The checkpoint is valid once it is done; a
-            CheckpointError says why it failed.
+            A future of the seconds that writing takes. The checkpoint is valid once the future is done; if
+            writing fails, the future carries a CheckpointError with the reason.
 
         Raises:
             CommandError: wraps a CheckpointError: the folder cannot be made.
@@ -85,7 +85,7 @@ class ShardWriter:
         """Waits until the checkpoint that was saved last is written, or has failed.
 
         Raises:
-            DeadlineError: neither happens.
+            DeadlineError: neither happens in time.
         """
         if self._written is not None and wait([self._written], timeout=WRITE_TIMEOUT_S).not_done:
             raise DeadlineError(
@@ -118,7 +118,7 @@ class ShardWriter:
             attempt(ranks, lambda: _commit(folder, dataclasses.replace(manifest, files=files), ranks))
         except CommandError as error:
             raise error.cause from error
-        except RuntimeError as error:  # the group's: a rank is lost
+        except RuntimeError as error:  # from the process group: a rank is lost
             raise CheckpointError(f"writing {folder} failed: {error}") from error
         return time.monotonic() - began
 

@@ -63,11 +63,11 @@ class PassCollectives:
                     module.set_all_reduce_hook(partial(self._note_averaged, module))
 
     def begin(self, *, again: bool, still_gathered: bool) -> None:
-        """Is called when a pass begins.
+        """Begins a pass.
 
         Args:
-            again: this is the pass that failed last, with all weights sharded. The gradient is unusable after
-                it, and FSDP may keep a part: `forget_broken_pass` drops it.
+            again: this pass repeats the one that failed last, with all weights sharded. Its gradient is
+                unusable, and FSDP may keep a part of it, which `forget_broken_pass` drops.
             still_gathered: weights that earlier passes have gathered are still there.
         """
         self._scatters.begin(again=again, goes_on=False)
@@ -79,7 +79,7 @@ class PassCollectives:
 
     @contextmanager
     def without_tokens(self) -> Iterator[None]:
-        """Makes the network's passes leave out the tokens of the micro-batch that this rank shares."""
+        """Leaves this rank's tokens of the shared micro-batch out of the network's passes."""
         self._exchanges.is_absent = True
         try:
             yield
@@ -101,7 +101,7 @@ def forget_broken_pass(network: nn.Module) -> None:
     """Drops what FSDP keeps of a pass that an exception has ended, and its gradient; shards all weights.
 
     Args:
-        network: the one to which `fully_shard` was applied last.
+        network: the module to which `fully_shard` was applied last.
     """
     if hasattr(network, "reset_iter_state"):  # torch 2.13
         network.reset_iter_state()  # type: ignore[operator]
@@ -146,7 +146,7 @@ class _Comm:
         self._num_taken, self._num_skipped = 0, 0
 
     def begin(self, *, again: bool, goes_on: bool) -> None:
-        """Begins a pass: with `again` the failed one once more; with `goes_on` the count goes on."""
+        """Begins a pass: `again` repeats the failed one; with `goes_on` the count continues."""
         if again:
             self._num_taken, self._num_skipped = 0, self._num_taken
         elif not goes_on:
@@ -193,7 +193,7 @@ class Exchanges(_Comm):
 
     Attributes:
         is_absent: whether this rank computes none of its tokens, and sends zeros in their place.
-        num_tokens: how many tokens it has; set by each pass in which it is absent.
+        num_tokens: number of this rank's tokens; set by each pass in which it is absent.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class CountedGroup(RankGroup):
     exchanges: Exchanges
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """Exchanges blocks; absent, this rank keeps its own, and the others get zeros."""
+        """Exchanges blocks; if absent, this rank keeps its own, and the others get zeros."""
         is_absent = self.exchanges.is_absent
         sent = blocks.detach().contiguous()
         if is_absent:
@@ -219,7 +219,7 @@ class CountedGroup(RankGroup):
         return blocks.detach().clone() if is_absent else received
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """Sums over the ranks; a sum that this rank took part in before its pass failed is left out."""
+        """Sums over the ranks; skips a sum that this rank took part in before its pass failed."""
         total = values.detach().clone()
         if self.exchanges.take_part():
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)

@@ -1,4 +1,4 @@
-"""What ranks exchange outside of training: bytes, and whether all of them succeeded."""
+"""What ranks exchange outside of training: bytes, and whether all ranks succeeded."""
 
 from __future__ import annotations
 

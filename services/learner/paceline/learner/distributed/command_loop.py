@@ -79,7 +79,7 @@ class CommandQueue:
 
 
 class CommandLoop:
-    """Runs one rank's end of the loop.
+    """Runs the loop on one rank.
 
     Args:
         prepare: called first, on every rank; returns the handlers by name, the same on every rank.

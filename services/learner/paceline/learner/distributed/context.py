@@ -1,7 +1,7 @@
 """Context parallelism as in DeepSpeed-Ulysses (arXiv:2309.14509): ranks share the tokens of each row.
 
 Outside of attention a rank computes T/n of the T tokens of a micro-batch, with all heads; in attention all
-tokens, with 1/n of the heads. An all-to-all goes from the one to the other and back:
+tokens, with 1/n of the heads. An all-to-all converts between the two:
 
     (T/n, H, D) --heads_of_all_tokens--> (T, H/n, D) --attention--> (T, H/n, E) --tokens_of_all_heads-->
     (T/n, H, E)
@@ -28,7 +28,7 @@ def heads_of_all_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
     heads are repeated until it is. Query heads still share their key head.
 
     Args:
-        tokens: (T/n, H, D), this rank's of T tokens, in the order of ranks.
+        tokens: (T/n, H, D), this rank's part of the T tokens; parts are in the order of ranks.
         group: group of n ranks.
 
     Returns:
@@ -43,7 +43,7 @@ def heads_of_all_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
 
 
 def tokens_of_all_heads(heads: Tensor, group: RankGroup) -> Tensor:
-    """Gives each rank all heads of its tokens: the way back of `heads_of_all_tokens`; differentiable.
+    """Gives each rank all heads of its tokens, the inverse of `heads_of_all_tokens`; differentiable.
 
     Args:
         heads: (T, H/n, D), this rank's heads.
@@ -59,7 +59,7 @@ def tokens_of_all_heads(heads: Tensor, group: RankGroup) -> Tensor:
 def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> Tensor:
     """Puts the numbers of all ranks at their places, on every rank; differentiable.
 
-    All ranks must take the same loss of the result: the gradient of `own` is that of its places on this rank.
+    All ranks must compute the same loss from the result: `own` gets the gradient of its places on this rank.
 
     Args:
         own: (m,), this rank's numbers.
@@ -77,7 +77,7 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
 def added_up(own: Tensor, group: RankGroup) -> Tensor:
     """Returns the sum of the ranks' numbers, on every rank; differentiable.
 
-    All ranks must take the same loss of the result: the gradient of `own` is that of the sum on this rank.
+    All ranks must compute the same loss from the result: `own` gets the gradient of the sum on this rank.
     """
     total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
     return total

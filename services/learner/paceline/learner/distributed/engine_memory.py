@@ -48,13 +48,13 @@ class GpuMemory:
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors since this process started, or a peak was last reset."""
+        """The most bytes of tensors since this process started or the peak was last reset."""
         return torch.cuda.max_memory_allocated(self._device) if self._device else 0
 
     def give_back(self) -> int:
         """Frees memory that torch's allocator only caches; returns its bytes.
 
-        A value of `free` from before is then outdated, because an engine may allocate meanwhile.
+        Read `free` again afterwards: an engine may have allocated meanwhile.
         """
         if self._device is None:
             return 0

@@ -1,6 +1,6 @@
 """Finds a dead or frozen rank: every rank writes heartbeats to the group's store and reads the others'.
 
-    beat:  every second, writes the own count to the store and reads the others' counts
+    beat:  every second, writes its own count to the store and reads the others' counts
     check: every second, adds one for each rank without a new count; at the limit the rank is lost
 
 The count of a rank whose process was told to end is negative, so that rank 0 learns of it across hosts. There
@@ -32,7 +32,7 @@ class Silence:
     """Counts for how many turns each rank has been silent.
 
     Args:
-        others: the ranks to look for.
+        others: the ranks to watch.
         limit: turns after which a rank is lost.
     """
 
@@ -120,7 +120,7 @@ class Heartbeats:
             try:
                 store.set(_KEY.format(rank=self._ranks.world.rank), str(beat))
                 counts = [int(value) for value in store.multi_get(keys)]
-            except RuntimeError as error:  # the store went with rank 0; the check counts
+            except RuntimeError as error:  # the store died with rank 0, which `_check` will notice
                 log.debug("heartbeat: %s", error)
                 continue
             with self._lock:

@@ -22,7 +22,7 @@ def host_mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def cpu_mesh_like(mesh: DeviceMesh) -> DeviceMesh:
-    """Makes a mesh of CPUs with another mesh's shape and groups, to describe shards, not to send."""
+    """Makes a mesh of CPUs with another mesh's shape and groups; it only describes shards."""
     return DeviceMesh.from_group(
         mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
     )
@@ -37,9 +37,9 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None = None) 
     """Returns the tensor whose part on this rank is `local`, sharded by rows like another tensor.
 
     Args:
-        tensor: the other tensor, with as many rows.
-        local: this rank's rows; their shape may be another.
-        mesh: over which the result is sharded; None: the other's.
+        tensor: the other tensor; it has as many rows.
+        local: this rank's rows, which may have another shape.
+        mesh: mesh of the result; None: that of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -6,9 +6,9 @@
     shard      different shards of the parameters   gathers of weights, averages of gradients
     replicate  the same shards of the parameters    averages of the shards' gradients
 
-Two views of all ranks: (data, context), and (replicate, shard) for FSDP. In each, the last dimension runs
-fastest, so that ranks which talk most are on one host. Dimensions of different views overlap: without
-`replicate`, FSDP shards over data and context together.
+There are two views of all ranks: (data, context), and (replicate, shard) for FSDP. In each, the last
+dimension runs fastest, so that ranks which talk most are on one host. Dimensions of different views overlap:
+without `replicate`, FSDP shards over data and context together.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RankGroup:
 
 
 def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) -> DeviceMesh:
-    """Forms the dimensions "data" and, where it has several ranks, "context"; every rank calls it.
+    """Forms the dimensions "data" and, if it has several ranks, "context"; every rank calls it.
 
     Args:
         device_type: type of device of the tensors that ranks exchange.
@@ -91,7 +91,7 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
 
 
 def form_fsdp_mesh(device_type: str, size: int | None, timeout: datetime.timedelta) -> DeviceMesh:
-    """Forms the dimensions for `fully_shard`: "shard", after "replicate" where there are several groups.
+    """Forms the dimensions for `fully_shard`: "shard", after "replicate" if there are several groups.
 
     Args:
         device_type: type of device of the tensors that ranks exchange.

@@ -31,13 +31,13 @@ _STORE_TIMEOUT_S = 60.0
 
 
 class WeightPublisher:
-    """The sending end of weight pushes on one learner rank; only the training thread uses it.
+    """Sends weight pushes from one learner rank; only the training thread uses it.
 
     Args:
         model: a Hugging Face model under `fully_shard` (or not sharded at all), the same on every rank.
         device: the device of its shards.
         host: address on which learner rank 0 listens for the rendezvous.
-        advertise: where the rollout ranks reach it, if that is not `host`.
+        advertise: address at which rollout ranks reach learner rank 0, if that is not `host`.
         exclude: names of parameters that are not part of the policy (a value head); they are not sent.
     """
 
@@ -97,7 +97,7 @@ class WeightPublisher:
         return self._advertise, self._store.port
 
     def join(self, spec: WeightGroupSpec) -> None:
-        """Leaves its current group, if any, and joins the group that `spec` describes, with all others.
+        """Leaves the current group, if any, and joins the group that `spec` describes, with all others.
 
         Raises:
             WeightSyncError: the spec does not fit this rank.

@@ -26,7 +26,7 @@ WRITE_TIMEOUT_S = 3600.0
 class RankEnvironment:
     """A process's place in the group, as torchrun or `paceline train` sets it.
 
-    `num_local_ranks` are on this host, this one included.
+    `num_local_ranks` counts the ranks on this host, this one included.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class RankEnvironment:
         """Has gloo and NCCL connect this rank to the others over the interface of `host`.
 
         Raises:
-            ConfigError: ranks are on several hosts, and this one would be reached only from its own.
+            ConfigError: ranks are on several hosts, and other hosts cannot reach this one.
         """
         if self.num_local_ranks < self.world_size and is_loopback(host):
             raise ConfigError(
@@ -105,10 +105,10 @@ class Ranks:
             rank 0 takes commands and writes for all.
         data: the ranks that get different rows. Sums over rows and tokens, and so losses and metrics, run
             over it, never over `world`.
-        context: the ranks that have the same rows and share their tokens; None where each rank has all
+        context: the ranks that have the same rows and share their tokens; None if each rank has all
             tokens of its rows.
         fsdp: all ranks as FSDP sees them: "shard", the ranks that share one copy of the parameters, after
-            "replicate" where there are several copies. Gradients are averaged over both.
+            "replicate" if there are several copies. Gradients are averaged over both.
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another gloo group, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.

@@ -23,7 +23,7 @@ def token_log_probs(
         logits: (..., V), any float type; row i scores targets[i], so the caller shifts by one.
         targets: (...), token ids in [0, V).
         temperature: the sampling temperature, above 0.
-        with_entropy: also H = logsumexp(z) - sum(softmax(z) z).
+        with_entropy: also compute H = logsumexp(z) - sum(softmax(z) z).
 
     Returns:
         log_probs (...) and entropy (...) or None; float32, or float64 for float64 logits. The log-probs are
@@ -65,7 +65,7 @@ def chunked_log_probs(
         chunk_size: tokens for each chunk, at least 1.
         with_entropy: as in `token_log_probs`.
         bias: (V,) or None, added to the logits.
-        softcap: bounds the logits, see `bounded`; before the temperature.
+        softcap: bounds the logits before the temperature applies, see `bounded`.
 
     Returns:
         As `token_log_probs`, shape (...).

@@ -1,8 +1,8 @@
-"""Computes log-probs, norms and entropy of rows of logits, and the gradient by the logits.
+"""Computes log-probs, norms and entropy of rows of logits, and the gradient with respect to the logits.
 
-On CUDA each of the two functions is one Triton kernel that reads the logits once, in the type in which the
-head's product made them; elsewhere it is plain torch. Logits (n, V), everything else (n,), in float32
-(float64 for float64 logits).
+On CUDA each of the two functions is one Triton kernel that reads the logits once, in the type of the head's
+product; elsewhere it is plain torch. Logits are (n, V), everything else is (n,), in float32 (float64 for
+float64 logits).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gradient(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Returns the gradient by the logits, (n, V) of their type; may write into `logits`.
+    """Returns the gradient with respect to the logits, (n, V) of their type; may write into `logits`.
 
     d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature.
 

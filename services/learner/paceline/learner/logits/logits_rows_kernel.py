@@ -88,7 +88,8 @@ def _gradient(  # type: ignore[no-untyped-def]
 def score(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_probs, log_norms and entropy or None, (n,) in float32, of logits (n, V) with contiguous rows."""
+    """Returns log_probs, log_norms, and entropy or None, (n,) float32, of logits (n, V) with contiguous
+    rows."""
     log_probs, log_norms, entropy = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device):
         _score[(len(logits),)](
@@ -117,7 +118,7 @@ def gradient(
     grad_entropy: Tensor | None,
     floor: float,
 ) -> Tensor:
-    """Writes the gradient by the logits over the logits and returns it."""
+    """Overwrites the logits with the gradient with respect to them, and returns it."""
     with torch.cuda.device(logits.device):
         _gradient[(len(logits),)](
             logits,

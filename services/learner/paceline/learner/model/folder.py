@@ -217,7 +217,7 @@ def gathered_tensors(
 
     Args:
         network: sharded.
-        keep: whether this rank needs them, on the CPU.
+        keep: whether this rank needs the tensors, on the CPU.
         only: returns whether to gather the tensor of a name.
     """
     for name, parameter in hugging_face_names(network):

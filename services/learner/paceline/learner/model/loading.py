@@ -58,7 +58,7 @@ _SAMPLE = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Types: `compute` of the forward pass, `store` of the parameters, `reduce` of sums over ranks."""
+    """Data types: `compute` in the forward pass, `store` for parameters, `reduce` for sums over ranks."""
 
     compute: torch.dtype
     store: torch.dtype = torch.float32
@@ -128,7 +128,7 @@ def unfilled_policy(
     options: LayerOptions = DEFAULT_OPTIONS,
     lora: LoraConfig | None = None,
 ) -> PolicyNetwork:
-    """Returns a sharded policy with uninitialised parameters; arguments as `load_policy`."""
+    """Returns a sharded policy with uninitialised parameters; arguments as for `load_policy`."""
     lm = empty_lm(read_config(folder))
     if lora is not None:
         add_adapters(lm, decoder_layers(body_of(lm)), lora)
@@ -197,7 +197,7 @@ def load_critic(
 ) -> ValueNetwork:
     """Loads a sharded critic; draws its value head from the seed if the folder has none.
 
-    Arguments as `load_policy`. A reward model has no bias.
+    Arguments as for `load_policy`. A reward model has no bias.
     """
     lm = empty_lm(read_config(folder))
     with torch.device("meta"):
@@ -358,7 +358,7 @@ class _AdapterSource:
 
 
 class _ValueHeadSource:
-    """Adds a value head to a source: its own, else a reward model's `score`, else drawn from the seed."""
+    """Adds a value head to a source: its own, or a reward model's `score`, or one drawn from the seed."""
 
     def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed
@@ -404,7 +404,7 @@ def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
 
 
 def check_stored(folder: str | Path, *, needs_head: bool) -> None:
-    """Checks, by their headers, that a folder's weight files, if any, hold exactly the model.
+    """Checks the headers of a folder's weight files, if any: they must hold exactly the model's tensors.
 
     Raises:
         ModelError: a tensor is missing, has another shape, or does not belong to the model.
@@ -423,7 +423,7 @@ def _source(
     """Returns the source of a network's tensors.
 
     Raises:
-        ModelError: the folder has tensors that the network lacks, or lacks some that it has.
+        ModelError: the folder lacks tensors of the network, or has others.
     """
     if random_seed is not None:
         return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))

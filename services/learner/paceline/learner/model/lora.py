@@ -70,7 +70,7 @@ class LoraLinear(nn.Linear):
 def _merged_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> Tensor:
-    """Applies F.linear with the merged matrix; gradients of A and B cost more with the rank."""
+    """Applies F.linear with the merged matrix; a higher rank makes the gradients of A and B costlier."""
     return F.linear(x, merge(weight, a, b, scale), bias)
 
 

@@ -177,7 +177,7 @@ def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: Rank
         num_missing = -input_ids.shape[1] % multiple
         input_ids = F.pad(input_ids, (0, num_missing))
         more = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
-        # Even if nothing is missing, because compiled layers depend on whether their input is a view.
+        # Always concatenated, because compiled layers depend on whether their input is a view.
         position_ids = torch.cat([position_ids, more.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
     inputs = {"input_ids": input_ids}
@@ -304,7 +304,7 @@ class OutputHead:
         weight: (V, H).
         bias: (V,) or None.
         scale: factor of the logits, above 0.
-        softcap: c, before the factor; None for none.
+        softcap: c, applied before the factor; None: no softcap.
     """
 
     weight: Tensor

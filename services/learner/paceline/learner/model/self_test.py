@@ -183,7 +183,7 @@ def shrink(config: Any) -> Any:
         for name, value in vars(text).items()
         if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith("token_id")
     }
-    shares_keys = num_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)  # the first layer that does
+    shares_keys = num_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)  # first to share keys
     sorts: dict[tuple[str, ...], int] = {}
     for layer in range(num_layers):
         sort = (str(layer >= shares_keys), *(repr(values[layer]) for values in per_layer.values()))

@@ -43,7 +43,7 @@ _LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\..*")
 def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
     """Returns whether a tensor of the files may be missing in the model; docs/models.md has the list.
 
-    Such are frequencies of rotary embeddings, which are computed; heads of another kind; a language model's
+    These are frequencies of rotary embeddings, which are computed; heads of another kind; a language model's
     head if it is tied or the network has none; multi-token-prediction layers (DeepSeek-V3, Qwen 3 Next); keys
     and values of layers that use those of earlier layers (Gemma 4).
     """
@@ -122,7 +122,8 @@ class ModelFiles:
         )
 
     def require_all_read(self, config: Any, *, has_head: bool) -> None:
-        """Refuses a folder with tensors that the model lacks; call `rows` for all of the model's first.
+        """Refuses a folder with tensors that the model lacks; call `rows` for every tensor of the model
+        first.
 
         Args:
             config: transformers' configuration of the model.

@@ -46,7 +46,7 @@ class Planner:
         self.arithmetic: Arithmetic = arithmetic_of(learner.actor.network)
 
     def step(self, rows: Sequence[BatchRow]) -> BatchPlan:
-        """Plans a complete batch; raises as `plan_batch`."""
+        """Plans a complete batch; raises like `plan_batch`."""
         width = self._learner.config.prompts_per_chunk
         return plan_batch(lengths(rows), prompts_per_chunk=width, make=self._chunk)
 

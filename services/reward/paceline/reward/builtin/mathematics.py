@@ -54,7 +54,7 @@ def load_library() -> ModuleType:
     """Imports math-verify (about two seconds, as it brings sympy).
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: math-verify is not installed.
     """
     try:
         library = importlib.import_module("math_verify")

@@ -52,7 +52,7 @@ class CodeScorer:
         """Checks whether programs can be confined here.
 
         Raises:
-            ConfigError: they cannot; programs never run without confinement.
+            ConfigError: programs cannot be confined; they never run without.
         """
         problem = await why_not_confined()
         if not problem:

@@ -23,7 +23,7 @@ _FORM = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeTest:
-    """One test: the program's input and expected output; `is_json`: as JSON in its last line."""
+    """One test: the program's input and expected output, with `is_json` as JSON in the output's last line."""
 
     stdin: str
     expected: object

@@ -37,7 +37,7 @@ _MAX_BUFFERED_VALUES = 4096
 
 
 Result = tuple[float | None, dict[str, float], str | None, str]
-"""The reward and the components of an item, or None, the error's kind and message."""
+"""The reward and the components of an item, or None and the error's kind and message."""
 
 
 class _Sum:
@@ -158,7 +158,7 @@ def serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> None
 
 
 def _seed_generators(seed: int | None) -> None:
-    """Seeds `random`, and numpy's own generator where something has imported it."""
+    """Seeds `random`, and numpy's own generator if it has been imported."""
     if seed is None:
         return
     random.seed(seed)

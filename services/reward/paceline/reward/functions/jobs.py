@@ -86,7 +86,7 @@ def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, list[Score]]:
         The job's number and the scores of its items.
 
     Raises:
-        ProtocolError: it is not what `paceline.reward.functions.child` writes, or not for one of `jobs`.
+        ProtocolError: `paceline.reward.functions.child` did not write it, or not for one of `jobs`.
     """
     try:
         number, seconds, *results = row

@@ -230,7 +230,7 @@ class FunctionPool:
         self._tasks, self._children = set(), {}
 
     def _grow_if_behind(self) -> None:
-        """Starts another process if the running ones need long for the queue."""
+        """Starts another process if the running ones need too long for the queue."""
         is_growing = self._growing is not None and not self._growing.done()
         if is_growing or self._broken is not None or len(self._children) >= self._max_processes:
             return

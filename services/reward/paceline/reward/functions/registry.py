@@ -45,7 +45,7 @@ def load(reference: str, arguments: Mapping[str, object], *, group: bool = False
     """Resolves a function, checks its configured arguments and imports what its first call would import.
 
     Raises:
-        ConfigError: as `resolve`; an argument is unknown; or what the function needs is not installed.
+        ConfigError: as in `resolve`; an argument is unknown; or what the function needs is not installed.
     """
     function = resolve(reference, group=group)
     if reference in BUILTIN_NAMES:

@@ -1,4 +1,4 @@
-"""The connection to a judge: one question per call, over the protocol that OpenAI's chat completions have."""
+"""The connection to a judge: one question per call, over OpenAI's protocol for chat completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JudgeOptions:
     """How a judge is asked.
 
     Args:
-        address: URL with the version at its end, http://127.0.0.1:8000/v1 say.
+        address: URL that ends with the version, for example http://127.0.0.1:8000/v1.
         model: name of the model on its server.
         key: sent as a bearer token; "" for none.
         max_tokens, temperature: sampling options of its answer.

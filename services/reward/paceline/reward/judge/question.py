@@ -89,7 +89,7 @@ def read_prompt_file(path: str) -> str:
     """Reads a judge's prompt file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8")

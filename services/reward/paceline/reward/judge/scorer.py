@@ -51,7 +51,7 @@ class JudgeScorer:
         return [self._config.name]
 
     async def start(self) -> None:
-        """Makes it ready; the judge may come up later."""
+        """Prepares the connection; the judge may come up later."""
         config = self._config
         self._client = JudgeClient(
             JudgeOptions(

@@ -59,7 +59,7 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
     """A model as a batch function; calls of different sizes give the same scores.
 
     Args:
-        kind: the class of transformers that loads it.
+        kind: transformers' class that loads the model.
 
     Raises:
         ConfigError: the model has another number of labels than one.
@@ -97,7 +97,8 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
 
     @abc.abstractmethod
     def _values(self, rows: Sequence[RowT], hidden: Tensor) -> list[ValueT]:
-        """Returns the rows' values from their states (B, T, H); a row begins with its first token taken."""
+        """Returns the rows' values from their states (B, T, H); a row begins with the first token that it
+        keeps."""
 
     @torch.inference_mode()
     def _hidden(self, rows: Sequence[RowT]) -> Tensor:

@@ -25,7 +25,7 @@ class Handshake:
 
     Args:
         peer: the service, in messages.
-        shape: what the configuration requires of it.
+        shape: what the configuration requires of the service.
         timeout_s: deadline of a call.
     """
 
@@ -39,8 +39,9 @@ class Handshake:
         """Asks for the service's description, unless it was received on this connection.
 
         Raises:
-            ConfigError: it speaks another contract, or does not score what the configuration requires.
-            PacelineError: it did not answer, or the answer cannot be read.
+            ConfigError: it has another version of the contract, or does not score what the configuration
+                requires.
+            PacelineError: the service did not answer, or the answer cannot be read.
         """
         if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
             if self._asking is None:

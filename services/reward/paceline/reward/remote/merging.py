@@ -31,7 +31,7 @@ class CallRequest:
 
     @property
     def num_chars(self) -> int:
-        """Returns about the size of its message."""
+        """Returns the approximate size of its message."""
         return sum(item.num_chars for _, item in self.part.items)
 
     @property

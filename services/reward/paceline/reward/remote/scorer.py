@@ -129,7 +129,7 @@ class RemoteScorer:
         """Returns one scorer per service, not shaped.
 
         Raises:
-            ConfigError: as `configured`.
+            ConfigError: as in `configured`.
         """
         return [cls(_options(service, settings), settings.notify) for service in settings.config.services]
 
@@ -140,7 +140,7 @@ class RemoteScorer:
 
     @property
     def version(self) -> str | None:
-        """Returns the version that the service named; None before it has on this connection."""
+        """Returns the version that the service named; None if it has not done so on this connection."""
         return None if self._channel is None else self._handshake.version(self._channel)
 
     async def start(self) -> None:
@@ -159,7 +159,7 @@ class RemoteScorer:
             await self._handshake.shake(self._channel)
         except TimeoutError:
             _log.warning("%s cannot be reached (yet)", self._peer)
-        except PacelineError as error:  # items that it is to score will get the error
+        except PacelineError as error:  # the service's items will get the error
             _log.error("%s", error)
 
     async def close(self) -> None:
@@ -284,7 +284,7 @@ class RemoteScorer:
         """Asks for the service's description, if it can be reached.
 
         Raises:
-            ConfigError: it speaks another contract, or does not score what the configuration requires.
+            ConfigError: it has another contract, or does not score what the configuration requires.
         """
         await self.start()
         await self.close()

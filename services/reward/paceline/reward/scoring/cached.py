@@ -45,7 +45,7 @@ class Cached(ScorerAround):
         """Returns one score per item, in the order of the items; asks once about equal items of a call.
 
         Raises:
-            RewardError: UNAVAILABLE, as the scorer.
+            RewardError: UNAVAILABLE, like the cached scorer.
         """
         version = self._version()
         if version is None:

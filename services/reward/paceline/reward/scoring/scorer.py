@@ -51,7 +51,7 @@ class Scorer(Protocol):
         ...
 
     async def start(self) -> None:
-        """Makes it ready to score.
+        """Makes the scorer ready.
 
         Raises:
             ConfigError: its configuration is unusable.

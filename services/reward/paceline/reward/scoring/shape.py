@@ -21,7 +21,7 @@ class Shape:
         weight: the factor of its value.
         minimum, maximum: the bounds to which its value is clipped before weighting; None: no bound.
         data_sources: the data sources that it scores; empty: all.
-        where: by column, the values as text of which an item must have one.
+        where: by column, the values, as text, that an item may have.
         weight_key: column with a further factor.
         required: whether its error becomes the item's error.
         cache_size: number of cached scores; 0: none.
@@ -83,7 +83,7 @@ class Shape:
         """Returns what a value adds to the sum; infinite if it overflows.
 
         Raises:
-            RewardError: as `weight_of`.
+            RewardError: as in `weight_of`.
         """
         return self.weight_of(item) * self.clipped(value)
 

@@ -32,7 +32,7 @@ class Shaped(ScorerAround):
         """Returns one score per item, in the order of the items; 0 without components for other items.
 
         Raises:
-            RewardError: UNAVAILABLE, as the scorer.
+            RewardError: UNAVAILABLE, like the shaped scorer.
         """
         own = [self._asked(item) for item in items if self._shape.takes(item)]
         self.num_unscored += len(own)

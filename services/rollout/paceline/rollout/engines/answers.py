@@ -1,4 +1,4 @@
-"""Replies of an engine's ranks: plain values, also for errors, of which the cause is raised.
+"""Replies of an engine's ranks as plain values, errors included; of several errors, the cause is raised.
 
 A rank answers with a dict; an exception would leave other ranks waiting, or lose which peer was at fault.
 """
@@ -43,7 +43,8 @@ def _described(error: Exception) -> Reply:
 
 
 def raise_reported(replies: Sequence[Reply]) -> None:
-    """Raises the error that a rank reports, by rank of `replies`; of several the cause."""
+    """Raises the error in `replies`, which are by rank; if there are several, the one that caused the
+    others."""
     errors = [(reply["error"], f"TP rank {rank}") for rank, reply in enumerate(replies) if "error" in reply]
     if not errors:
         return

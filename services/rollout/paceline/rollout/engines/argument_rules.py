@@ -14,8 +14,8 @@ Refusals = Mapping[str, str]
 Allowed = Mapping[str, tuple[tuple[object, ...], str]]
 """Argument -> the values that it may have, and why no others"""
 
-ADAPTERS: Final = "adapters are no part of a push: what is sampled from would not be what is trained"
-DRAFTS: Final = "a draft model is no part of a push, and a sample would depend on what it proposes"
+ADAPTERS: Final = "adapters are not pushed: the sampled policy would not be the trained one"
+DRAFTS: Final = "a draft model is not pushed, and samples would depend on its proposals"
 GENERATES: Final = "a rollout server generates"
 MOVED: Final = "parameters would not stay where a push writes them"
 MOVED_EXPERTS: Final = "experts would move between ranks, away from where a push loads them"
@@ -31,7 +31,7 @@ STALE_KEYS: Final = "keys and values of older weights would outlive the reset of
 
 
 def refusals(kwargs: Mapping[str, object], own: Refusals, refused: Refusals, allowed: Allowed) -> Refusals:
-    """Returns the arguments that may not be set as they are.
+    """Returns the reasons to refuse arguments, by argument.
 
     Args:
         kwargs: the arguments that the user sets.

@@ -44,7 +44,7 @@ class Sample:
     Greedy tokens carry the log-probabilities of temperature 1. The token that ended the response is part of
     it. R is 0 only if the engine aborted the request before its first token. `versions` has a pair for each
     part of the response that weights of one version drew: the place of its first token, and the version. A
-    push in the middle of a response begins a new part. `versions` is empty if the engine does not tell.
+    push in the middle of a response begins a new part. `versions` is empty if the engine does not report it.
     """
 
     token_ids: Int32Array
@@ -71,7 +71,7 @@ class Engine(Protocol):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens whose keys and values it keeps at once; 0 if it does not say."""
+        """Number of tokens whose keys and values fit into the cache; 0 if the engine does not report it."""
         ...
 
     async def describe(self) -> tuple[RankLayout, ...]:
@@ -84,7 +84,7 @@ class Engine(Protocol):
         ...
 
     async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
-        """Leaves the current weight group, if any, and joins another; all its members must join meanwhile.
+        """Leaves the current weight group, if any, and joins another, at the same time as its other members.
 
         Args:
             rank_offset: group rank of this engine's first rank.
@@ -111,7 +111,7 @@ class Engine(Protocol):
         ...
 
     async def pause(self, *, recompute: bool) -> None:
-        """Draws no token until `resume`. Current and new requests wait for it.
+        """Stops drawing tokens until `resume`; current and new requests wait.
 
         Args:
             recompute: forgets all keys and values; those of requests under way are computed again when the
@@ -173,9 +173,7 @@ class Engine(Protocol):
         Requests without further tokens are left out. A sample that has ended is included until its `generate`
         returns; an unfinished one has the finish reason ABORT. Called only if the engine `continues`.
 
-        Args:
-            wanted: by request, how many of its first tokens to leave out, not counting those that it was
-                given.
+        wanted: by request, how many of its first tokens to leave out, not counting `SampleRequest.drawn`.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.

@@ -28,7 +28,7 @@ async def start_engine(config: RunConfig) -> Engine:
         ConfigError: there is no engine of this name, or it cannot be run with this configuration.
         EnvironmentLackError: the machine lacks what the engine needs.
         ModelError: the engine does not start with this model, or weights cannot be pushed into it.
-        DeadlineError, PeerLostError: it has died or hangs.
+        DeadlineError, PeerLostError: the engine has died or hangs.
     """
     check_engine(config)
     start: Callable[[RunConfig], Awaitable[Engine]] = _load(engine_facts(config.rollout.name).start)
@@ -57,7 +57,7 @@ def largest_difference(name: str, folder: Path, rows: Sequence[ScoredRow]) -> fl
 
     Raises:
         ConfigError: there is no engine of this name.
-        EnvironmentLackError: its build for the CPU is not installed.
+        EnvironmentLackError: the engine's build for the CPU is not installed.
         ModelError: the engine does not run the model, or computes other log-probs.
     """
     score: Callable[[Path, Sequence[ScoredRow]], float] = _load(engine_facts(name).score)

@@ -114,7 +114,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Returns whether it is multiprocessing's tracker, which ends by itself and unlinks shared memory."""
+    """Returns whether this is multiprocessing's tracker, which ends by itself and unlinks shared memory."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return "resource_tracker" in " ".join(process.cmdline())
     return True

@@ -41,7 +41,7 @@ class Ledger:
         return self._admit()
 
     def grow(self, key: int, num_tokens: int) -> list[int]:
-        """Notes the tokens of a conversation that is inside; returns the keys of those that may enter now."""
+        """Notes the tokens of an admitted conversation; returns the keys of those that may enter now."""
         self._inside[key] = num_tokens
         return self._admit()
 
@@ -70,7 +70,7 @@ class AdmittedConversation:
         self._admission, self._key = admission, key
 
     def grow(self, num_tokens: int) -> None:
-        """Notes that the conversation has so many tokens now."""
+        """Notes that the conversation has this many tokens now."""
         self._admission.grow(self._key, num_tokens)
 
 

@@ -63,7 +63,7 @@ def check_environment(config: RunConfig) -> str:
 
     Raises:
         EnvironmentLackError: what answers there is no environment, or speaks another version of the contract.
-        ConfigError: it refuses the token, or the token's file cannot be read.
+        ConfigError: the environment refuses the token, or the token's file cannot be read.
     """
     service = config.rollout.environment
     assert service is not None, "there is an address"
@@ -90,10 +90,10 @@ def check_environment(config: RunConfig) -> str:
 
 
 def check_episode(config: RunConfig) -> str:
-    """Plays one episode with the environment at `rollout.environment.address`; returns what became of it.
+    """Plays one episode with the environment at `rollout.environment.address`; returns its outcome as text.
 
     Raises:
-        EnvironmentLackError: the environment failed, or gave no reward where nothing else does.
+        EnvironmentLackError: the environment failed, or gave no reward, and nothing else gives one.
         ConfigError, DataError, ModelError: there is no prompt to begin with.
     """
     service = config.rollout.environment

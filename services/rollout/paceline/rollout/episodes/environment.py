@@ -1,4 +1,4 @@
-"""The seam between an episode and what answers the policy: tools of this server, or a service."""
+"""The interface between an episode and what answers the policy: tools of this server, or a service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EpisodeTask:
         attempt: increases with every opening of the same episode.
         task: the prompt's row, plain data.
         task_seed: equal in a prompt group, so that all of its episodes begin alike.
-        episode_seed: differs between them.
+        episode_seed: differs between the group's episodes.
     """
 
     run_id: str
@@ -67,8 +67,8 @@ class Opening:
 class TurnResult:
     """The environment's answer to a turn.
 
-    `seconds` is the time that counts as the policy's, without waiting for a process. `stop_reason`: the
-    environment ends the episode; "" if it goes on.
+    `seconds` is the time that counts as the policy's, without waiting for a process. `stop_reason` says why
+    the environment ends the episode; "" if it goes on.
     """
 
     messages: tuple[Message, ...] = ()
@@ -113,7 +113,7 @@ class DrivenSession(Session, Protocol):
     """A session whose program asks for the policy's answers itself, between `open` and `close`."""
 
     async def run(self, base_url: str, token: str, model: str) -> str:
-        """Runs it to its end; returns why it ended, "" for no particular reason."""
+        """Runs the program to its end; returns why it ended, "" for no particular reason."""
         ...
 
 
@@ -124,7 +124,7 @@ class EpisodeEnvironment(Protocol):
         """Makes the environment ready for sessions.
 
         Raises:
-            PacelineError: it cannot be used as it is configured.
+            PacelineError: the environment cannot be used as configured.
         """
         ...
 

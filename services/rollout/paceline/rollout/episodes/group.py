@@ -1,4 +1,4 @@
-"""The episodes of one prompt group: all at once, each with another attempt where its environment was lost."""
+"""Draws the episodes of a prompt group, all at once; repeats an episode whose environment was lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Episodes:
 
     Args:
         engine: decodes the turns.
-        environment: answers them; whoever started it closes it.
+        environment: answers the turns; whoever started it closes it.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
         endpoint: where agents that lead their episodes ask for answers; None: episodes are led here.
@@ -206,7 +206,7 @@ def load_rules(config: RunConfig, model: ModelConfig) -> EpisodeRules:
 
 
 def rules_of(config: RunConfig, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> EpisodeRules:
-    """Returns what the configuration asks of episodes.
+    """Returns the configuration's rules for episodes.
 
     Raises:
         ModelError: the chat template does not pass the self-test, or does not show `rollout.tools`.

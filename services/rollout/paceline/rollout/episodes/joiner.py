@@ -44,7 +44,7 @@ class Joiner:
     Args:
         tokenizer: a tokenizer with a chat template.
         stop_token_ids: token ids that end a turn.
-        observation_tokens: most tokens of one message's content; what is longer is cut.
+        observation_tokens: most tokens of one message's content; longer content is cut.
         show_tools: whether the template tells the model of its tools.
 
     Raises:
@@ -96,7 +96,7 @@ class Joiner:
         """Returns the tokens after a sampled turn, whose last token ends it, up to the next turn's opening.
 
         Raises:
-            TooManyTokensError: as `prompt`.
+            TooManyTokensError: as in `prompt`.
         """
         return self._encode_most(
             self._between([self.plain(message) for message in messages], _QUESTION), most
@@ -237,8 +237,8 @@ def _broken(text: str, specials: Sequence[str]) -> str:
 def _longest_token(vocabulary: Mapping[str, int]) -> int:
     """Returns the largest number of characters that one token can stand for; 0 if there is no limit.
 
-    Where every byte has a token, each character is in a token of its own or of a known text. Elsewhere a
-    token for what is unknown may stand for a whole word.
+    If every byte has a token, each character is in a token of its own or in one with a known text. Otherwise
+    a token for unknown text may stand for a whole word.
     """
     has_bytes = "<0x00>" in vocabulary and "<0xFF>" in vocabulary
     has_letters = vocabulary.keys() >= _BYTE_LETTERS

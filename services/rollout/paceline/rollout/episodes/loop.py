@@ -3,7 +3,7 @@
     open -> prompt -> (engine -> calls -> step -> tokens between) ... -> close -> Draw
 
 Consumes: a session, the engine. Unblocked by: the engine's samples and the session's answers, each of which
-has a deadline; the sampler's deadline stands over the episode. Produces: one `Draw`.
+has a deadline; the sampler's deadline bounds the whole episode. Produces: one `Draw`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Generate = Callable[[SampleRequest], Awaitable[Sample]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRules:
-    """What all episodes of a run share.
+    """Rules that all episodes of a run share.
 
     Attributes:
         max_prompt_tokens: largest number of tokens of a prompt, with what the environment adds.
@@ -88,7 +88,7 @@ async def run_episode(
         serial: differs between attempts.
 
     Raises:
-        EnvironmentLostError: begin again, in another session.
+        EnvironmentLostError: the episode must begin again, in another session.
         InvalidMessageError: the prompt is too long with what the environment adds.
         Exception: whatever `generate` raises.
     """

@@ -16,7 +16,7 @@ from paceline.rollout.engines.base import Sample
 class Draw:
     """A finished sample or episode in the form of its trajectory; all arrays but the prompt's are (R,).
 
-    `versions` is that of the `Sample` if the draw is a single answer, and empty for an episode.
+    `versions` is the `Sample`'s if the draw is a single answer, and empty for an episode.
     """
 
     prompt_token_ids: Int32Array

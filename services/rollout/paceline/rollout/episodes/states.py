@@ -93,7 +93,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnSampled:
-    """The policy has answered; `is_cut`: by a limit, not by a token that ends a turn."""
+    """The policy has answered; `is_cut` says that a limit ended the answer, not a token that ends a turn."""
 
     num_tokens: int
     num_tool_calls: int

@@ -10,8 +10,8 @@ It has the same number of micro-batches on each rank; some may be empty, because
 rank in every forward pass. The ranks wait for each other in every layer, so micro-batches that run at the
 same time have nearly equal arithmetic.
 
-With shared prompts, rows of a prompt stay together as far as the budget and even arithmetic allow: of several
-cuts of the groups, from whole ones to single rows, the one that takes the least time is used.
+With shared prompts, rows of a prompt stay together as far as the budget and even arithmetic allow: several
+cuts of the groups are tried, from whole groups to single rows, and the fastest is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Prompts in a row; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length.
+    """A run of prompts; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length.
 
     Attributes:
         cost: arithmetic of all micro-batches.
@@ -77,7 +77,7 @@ class BatchPlan:
         return sum(chunk.cost for chunk in self.chunks)
 
     def mini_batches(self, num_prompts: int) -> list[range]:
-        """Returns runs of chunk indices, a mini-batch of `num_prompts` prompts each; the last may be smaller.
+        """Returns mini-batches of `num_prompts` prompts as ranges of chunk indices; the last may be smaller.
 
         Raises:
             ConfigError: the chunk size does not divide `num_prompts`.
@@ -140,7 +140,7 @@ def plan_chunk(
 
     Args:
         rows: rows of the chunk, samples of one prompt next to each other.
-        first_row: the place of the first of them in the step's batch.
+        first_row: place of the chunk's first row in the step's batch.
         num_data_ranks: ranks that get different rows.
         token_budget: most tokens of one micro-batch.
         arithmetic: arithmetic of the policy.
@@ -199,10 +199,10 @@ class _Cut:
         return min(chunks, key=lambda chunk: (chunk.longest, chunk.num_micro_batches))
 
     def _parts(self, group: Sequence[int], size: int) -> list[Rows]:
-        """Returns the group in as few parts as hold at most `size` rows and fit into a micro-batch."""
+        """Splits the group into the fewest parts of at most `size` rows that fit into a micro-batch."""
         ordered = sorted(group, key=lambda index: (self.rows[index].num_tokens, index))
         for count in range(-(-len(group) // size), len(group)):
-            most = ordered[(len(group) - 1) % count :: count]  # no part has more rows, or longer ones
+            most = ordered[(len(group) - 1) % count :: count]  # the part with the longest rows
             if self._num_tokens(most) > self.budget:
                 continue
             parts = [tuple(ordered[first::count]) for first in range(count)]
@@ -238,7 +238,7 @@ class _Cut:
         return tuple(self.first_row + index for index in indices)
 
     def _num_tokens(self, part: Sequence[int]) -> int:
-        """Counts a part's tokens, with the prompt and its images, which its rows share, once."""
+        """Counts a part's tokens; its rows share the prompt and its images, which count once."""
         first = self.rows[part[0]]
         prompt = first.num_prompt_tokens + first.num_patches
         return prompt + sum(self.rows[index].num_response_tokens for index in part)

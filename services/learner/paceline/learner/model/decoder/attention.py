@@ -3,7 +3,7 @@
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and transformers builds no mask. On CUDA in half precision
-`flash_attention` computes it. Elsewhere, sequences of about the same length run as padded
+`flash_attention` computes the attention. Elsewhere, sequences of about the same length run as padded
 batches of scaled dot products. With sinks, or a softcap that no kernel supports, the scores of such a batch
 are computed by their formula, in slices of queries.
 
@@ -11,8 +11,8 @@ Responses may share a prompt, which is then their prefix: its states, keys and v
 response's queries run against the prompt's keys and its own, side by side. With fewer queries than keys, the
 last query belongs to the last key, in kernels and formula alike.
 
-Where ranks share the tokens, each rank computes the attention of some heads, as
-`paceline.learner.distributed.context` says.
+Where ranks share the tokens, each rank computes the attention of some heads, see
+`paceline.learner.distributed.context`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def packed_attention(
         module: the attention layer (unused; transformers passes it).
         query: (1, H, T, D), with T the tokens of this rank.
         key: (1, G, T, D) with G dividing H (grouped-query attention).
-        value: as key, but maybe with another D.
+        value: like key, but D may differ.
         attention_mask: None; `packed` replaces it.
         packed: where the sequences lie.
         scaling: scaling of the scores; None is D ** -0.5.
@@ -92,7 +92,7 @@ def packed_attention(
         sliding_window: number of tokens that a token sees, itself included.
         softcap: c, if scores become c tanh(scores / c) (Gemma 2).
         s_aux: (H,), per head the score of the sink, a token without a value (GPT-OSS).
-        others: further arguments of the layer, which change nothing here.
+        others: further arguments of the layer, not used.
 
     Returns:
         (1, T, H, D) with the D of the values, and None in place of attention weights.
@@ -135,7 +135,7 @@ def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tens
         what = "dropout" if dropout else "a mask"
         raise ModelError(
             f"{type(module).__name__} asks for attention with {what}, which packed attention does not "
-            "support;  "
+            "support; "
             "use one of the architectures of docs/models.md"
         )
 

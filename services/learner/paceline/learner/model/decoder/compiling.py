@@ -52,10 +52,10 @@ def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.devic
 
 
 def take_numbers_as_known(layer: nn.Module) -> None:
-    """Makes the compiler treat numbers such as a head's size as constants, in parts without own parameters.
+    """Makes the compiler treat numbers such as a head's size as constants, in parts without parameters.
 
-    By default it does not in modules that FSDP manages: a rotary embedding's kernel would then divide by a
-    variable for every element, and take seven times as long.
+    By default it does so only outside of FSDP: the kernel of a rotary embedding that FSDP manages would
+    divide by a variable for every element, and take seven times as long.
 
     Args:
         layer: a sharded layer that has not run yet.

@@ -20,7 +20,7 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.weights import corrections
 
 _IN_FLOAT32 = "TopkRouter"
-"""Router classes with this ending (DeepSeek, GLM) compute in float32 by themselves; others: "TopKRouter"."""
+"""Class names of routers end with this if they compute in float32 (DeepSeek, GLM), else with "TopKRouter"."""
 
 
 def routers(lm: nn.Module) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 torch brings FlashAttention 2. FlashAttention 4 (the package flash-attn-4) is written for Hopper and
 Blackwell, and takes three fifths of the time there. It compiles kernels for every kind of layer, so the first
-call tries it on random sequences; if it fails or its numbers differ, torch's kernel is used. Torch has no
+call tries it on random sequences; if that fails or the numbers differ, torch's kernel is used. Torch has no
 kernel for scores with a softcap, so there FlashAttention 4 is compared with the formula.
 """
 
@@ -32,7 +32,7 @@ TOLERANCE = 0.02
 """Largest relative difference, in bfloat16, of two equivalent kernels; 0.003 was measured."""
 
 _TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97), (1000, 1000), (256, 4000))
-"""Queries and keys of the drawn sequences: within a tile of the kernel, and over many."""
+"""Numbers of queries and keys of random sequences: one fits into a tile of the kernel, one spans many."""
 _TRIED_WINDOW = 33
 _MIN_CAPABILITY = 9
 
@@ -59,8 +59,8 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 
     Args:
         config: configuration of the transformers model.
-        dtype: type in which it computes.
-        device: device on which it will run; nothing is done on a CPU.
+        dtype: type in which the model computes.
+        device: device on which the model will run; nothing is done on a CPU.
     """
     for kind in kinds_of(config.get_text_config(), dtype, device):
         if device.type == "cuda" and takes(dtype, max(kind.width, kind.value_width)):
@@ -79,7 +79,7 @@ def takes(dtype: torch.dtype, width: int) -> bool:
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
     """Returns the kinds of calls of `attend` that layers with these sizes and windows make.
 
-    Empty if sizes have other names or differ between layers: then kernels are compiled on first use.
+    The list is empty if sizes have other names or differ between layers: then kernels compile on first use.
     """
     if getattr(config, "is_heterogeneous", False):
         return []
@@ -108,7 +108,7 @@ def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
-    """The places of each sequence's queries and keys; the last of both are the same token.
+    """The places of each sequence's queries and keys; its last query and its last key are one token.
 
     Attributes:
         queries: (N + 1,) int32, from 0 to the number of queries.

@@ -44,7 +44,7 @@ class LayerOptions:
 
     @property
     def token_multiple(self) -> int:
-        """The number of which a pass's tokens must be a multiple."""
+        """The number of tokens of a pass must be a multiple of this."""
         return TOKEN_MULTIPLE if self.compiled else 1
 
     def apply(self, lm: Any, layers: nn.ModuleList, device: torch.device) -> None:

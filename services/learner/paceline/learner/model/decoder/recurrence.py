@@ -28,7 +28,7 @@ _FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
 
 def use_packed_recurrence(lm: nn.Module) -> None:
-    """Makes these layers start from an empty state at every sequence of a packed row."""
+    """Makes Gated DeltaNets start from an empty state at every sequence of a packed row."""
     for module in recurrent_layers(lm):
         kind: Any = type(module)
         module.__class__ = _packed_kind(kind)
@@ -37,7 +37,7 @@ def use_packed_recurrence(lm: nn.Module) -> None:
 
 @cache
 def _without_kernels(module_name: str) -> None:
-    """Makes these layers run transformers' own code everywhere.
+    """Makes the layers of this module run transformers' own code everywhere.
 
     If flash-linear-attention or causal-conv1d is installed, transformers also calls it on a CPU, where it
     does not run.

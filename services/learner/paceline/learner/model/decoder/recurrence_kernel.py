@@ -1,9 +1,9 @@
-"""Runs Gated DeltaNets over packed rows by flash-linear-attention's kernels, on GPUs.
+"""Runs Gated DeltaNets over packed rows with flash-linear-attention's kernels, on GPUs.
 
 projections -> short convolution -> gated delta rule -> norm and gate -> output
 
-Nothing is padded, and a shared prompt is computed once: its last state starts its answers. This module adds
-what the kernels lack: the convolution of a sequence's first tokens, and the sequence's initial state.
+Nothing is padded, and a shared prompt is computed once: its answers start from its last state. This module
+adds what the kernels lack: the convolution of a sequence's first tokens, and the sequence's initial state.
 """
 
 from __future__ import annotations

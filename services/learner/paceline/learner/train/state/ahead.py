@@ -41,9 +41,9 @@ class BegunGradient:
     """Describes the gradient of a step's first chunks; the policy's parameters hold it.
 
     Attributes:
-        adjustments: the guard's adjustments with which it was computed.
+        adjustments: the guard's adjustments at the time.
         chunks: the chunks in order, from the step's first on.
-        parts: this rank's micro-batches of them.
+        parts: this rank's micro-batches of the chunks.
     """
 
     adjustments: Adjustments
@@ -134,11 +134,11 @@ class WorkAhead:
     def begun(
         self, chunks: Sequence[ScoredChunk], parts: Sequence[TrainingBatch], adjustments: Adjustments
     ) -> BegunGradient | None:
-        """Returns the gradient for a batch's first mini-batch, if the loss would read the same there.
+        """Returns the gradient begun for a batch's first mini-batch, if the loss still reads the same values.
 
         Args:
             chunks: chunks of the mini-batch.
-            parts: its micro-batches on this rank.
+            parts: this rank's micro-batches of the mini-batch.
         """
         gradient = self._gradient
         if gradient is None or not gradient.chunks:
@@ -154,8 +154,8 @@ class WorkAhead:
         )
         if self._ranks.world.all_max(torch.tensor([0.0 if fits else 1.0], device=self._ranks.device)).item():
             log.warning(
-                "step %d: its gradient was begun with other samples, rewards or adjustments than it has in "
-                "the end, and is computed again",
+                "step %d: the gradient begun ahead used other samples, rewards or adjustments than the step "
+                "has; it is computed again",
                 self._step,
             )
             self.drop_gradient()

@@ -65,7 +65,8 @@ def _num_bytes(form: Form) -> int:
 
 @torch.no_grad()
 def step_in_parts(optimizer: torch.optim.AdamW) -> None:
-    """Takes a step with averages in host memory or in 8 bits; float32 averages give `optimizer.step()`."""
+    """Takes a step with averages in host memory or in 8 bits; with float32 averages, as
+    `optimizer.step()`."""
     way_back = _WayBack()
     for group in optimizer.param_groups:
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):

@@ -28,7 +28,7 @@ def is_muons(name: str, parameter: Tensor) -> bool:
 
 
 class Muon:
-    """Takes steps on matrices whose gradients and momentum are sharded as they are.
+    """Takes steps on matrices; their gradients and momentum are sharded like them.
 
     Args:
         parameters: matrices, complete or sharded by rows.

@@ -1,7 +1,7 @@
 """Decides whether a chunk's rows share their prompts, and checks that sharing computes the same.
 
 A chunk shares prompts if that saves enough arithmetic. This depends only on lengths, so a resumed run decides
-alike. The first chunk that shares is computed in both forms, with its gradient.
+the same. The first chunk that shares is computed in both forms, with its gradient.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _State(Enum):
 class Difference:
     """The differences between shared and unshared form over all ranks.
 
-    Mean difference of log-probs per token, and the gradient's as a share of its norm.
+    Mean difference of log-probs per token, and difference of the gradient as a share of its norm.
     """
 
     log_probs: float

@@ -133,7 +133,7 @@ class PolicyLoss:
         """
         if len(choices) != self._num_routers:
             raise NumericsError(
-                f"{len(choices)} of {self._num_routers} layers with experts told which they chose, so the "
+                f"{len(choices)} of {self._num_routers} layers with experts recorded their choices, so the "
                 "loss's balance would be wrong; set actor.compile: false, and report this as a bug"
             )
         with torch.set_grad_enabled(bool(self._actor.load_balance_coef)):

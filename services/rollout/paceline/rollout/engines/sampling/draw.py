@@ -72,7 +72,7 @@ def truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
 
     Args:
         log_probs: (B, V), normalized.
-        top_p: (B,): the likeliest tokens are kept until they have this share; 1 keeps all.
+        top_p: (B,): the likeliest tokens are kept until their probabilities add up to this; 1 keeps all.
         top_k: (B,), int64: the largest number of tokens that are kept; 0: all.
     """
     rows = max(1, SORTED_TOKENS // log_probs.shape[-1])  # a part at a time: an engine leaves little memory

@@ -10,14 +10,14 @@ from paceline.engines.sglang import SGLANG
 from paceline.rollout.engines.sglang import refusals, sampler
 
 SLACK: Final = 8
-"""Tokens that SGLang's own limit of a sequence must exceed the longest one by."""
+"""SGLang's limit of a sequence's length exceeds the run's longest sequence by this many tokens."""
 
 
 def server_arguments(config: RunConfig, *, on_cpu: bool, load_format: str = "dummy") -> dict[str, Any]:
     """Returns the keyword arguments of SGLang's ServerArgs.
 
     Raises:
-        ConfigError: as `refusals.check`.
+        ConfigError: as in `refusals.check`.
     """
     refusals.check(config)
     rollout = config.rollout
@@ -78,7 +78,7 @@ def environment(config: RunConfig) -> dict[str, str]:
 
 
 def _memory_saver() -> str:
-    """Returns the library that maps and unmaps the engine's GPU memory; it must be loaded at first."""
+    """Returns the library that maps and unmaps the engine's GPU memory; it must be preloaded."""
     from torch_memory_saver.hooks.mode_preload import get_binary_path_from_package
 
     return str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))

@@ -48,12 +48,12 @@ _TAGS: Final = {EnginePart.WEIGHTS: ["weights"], EnginePart.KV_CACHE: ["kv_cache
 _ENDS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 _NO_ERRORS: Final = (None, "", "Aborted", "Unknown error")
-"""What SGLang says of a request that was aborted by order."""
+"""SGLang's messages for a request that was aborted on order."""
 
 
 @dataclass(slots=True)
 class _Response:
-    """What has come of a response to a request."""
+    """The response to a request, as far as it has been drawn."""
 
     request: SampleRequest
     ended: asyncio.Future[FinishReason]
@@ -64,13 +64,13 @@ class _Response:
     is_aborted: bool = False
 
     def fail(self, error: PacelineError) -> None:
-        """Ends it with an error, which nobody has to ask for."""
+        """Ends the response with an error that nobody has to retrieve."""
         self.ended.set_exception(error)
         self.ended.exception()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its last token is one that ends it."""
+        """Whether the last token ends the response."""
         return bool(self.token_ids) and self.token_ids[-1] in self.request.sampling.stop_token_ids
 
 
@@ -93,7 +93,7 @@ class SglangEngine(RankedEngine):
         Raises:
             ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
             ModelError: the engine does not start with this model and configuration.
-            FailedStartError: one of its processes was killed or stopped: the next start may succeed.
+            FailedStartError: one of the engine's processes was killed or stopped: the next start may succeed.
         """
         started = time.monotonic()
         on_cpu = not arguments.has_gpu()
@@ -144,7 +144,7 @@ class SglangEngine(RankedEngine):
         self._is_paused = True
 
     async def resume(self) -> None:
-        """Has SGLang schedule steps again."""
+        """Makes SGLang schedule steps again."""
         if self._is_paused:
             await self._ordered("paceline_resume")
             self._is_paused = False
@@ -167,7 +167,7 @@ class SglangEngine(RankedEngine):
             return [_sample(each, each.ended.result()) for each in failed or responses]
         except BaseException:
             for response in responses:
-                response.tell = do_nothing  # whoever asked has gone
+                response.tell = do_nothing  # the caller has gone
             await self._abort(by_name)
             raise
         finally:
@@ -176,7 +176,7 @@ class SglangEngine(RankedEngine):
                     self._responses.pop(name, None)
 
     async def _abort(self, responses: Mapping[str, _Response]) -> None:
-        """Orders the end of requests; does not wait for it, as the engine may hang."""
+        """Orders the end of requests; does not wait for it, because the engine may hang."""
         from sglang.srt.managers.io_struct import AbortReq
 
         if self._link is None or self._unusable or self._link.ended:
@@ -187,9 +187,9 @@ class SglangEngine(RankedEngine):
                 await self._link.send(AbortReq(rid=name))
 
     async def _settled(self) -> None:
-        """Waits until requests that were aborted have ended, and the engine has put away the last step's.
+        """Waits until aborted requests have ended and the engine has released the requests of its last step.
 
-        Not if it is paused, which ends none, or while other requests are under way.
+        Does not wait if the engine is paused, which ends no request, or while other requests are under way.
         """
         if self._is_paused:
             return
@@ -246,7 +246,7 @@ class SglangEngine(RankedEngine):
         )
 
     def _take(self, output: Any) -> None:
-        """Takes a message of rank 0: new tokens of requests, or the end of one that had not begun."""
+        """Handles a message of rank 0: new tokens of requests, or the end of one that had not begun."""
         if type(output).__name__ == "AbortReq":
             self._end(output.rid, output.finished_reason or {"type": "abort"})
             return
@@ -271,7 +271,7 @@ class SglangEngine(RankedEngine):
         end = _ENDS.get(reason["type"])
         if end is FinishReason.ABORT and reason.get("message") not in _NO_ERRORS:
             end = None
-        # SGLang looks at the length first, also if the last token that fits ends the response.
+        # SGLang checks the length first, even if the last token that fits ends the response.
         if end is FinishReason.LENGTH and response.is_stopped:
             end = FinishReason.STOP
         if end is None:

@@ -42,7 +42,7 @@ class Link:
     """The processes of an engine, and the sockets to them. Create it in a running event loop.
 
     Args:
-        on_output: called with every message of rank 0 that is no reply to a call.
+        on_output: called with every message of rank 0 that is not a reply to a call.
     """
 
     def __init__(self, on_output: Callable[[Any], None]) -> None:
@@ -101,12 +101,12 @@ class Link:
         """Calls a method on every rank; returns the replies by rank.
 
         Args:
-            timeout_s: time that the ranks themselves have.
+            timeout_s: deadline of the ranks.
 
         Raises:
             DeadlineError: the engine did not answer; or a rank reports that a peer did not.
             PeerLostError: the engine died; or a rank reports that a peer did.
-            ModelError, WeightSyncError: as a rank reports.
+            ModelError, WeightSyncError: a rank reports one.
         """
         from sglang.srt.managers.io_struct import RpcReqInput, msgpack_decode, msgpack_encode
 
@@ -163,7 +163,7 @@ class Link:
 
 
 def died(codes: list[int]) -> PeerLostError:
-    """The error for a dead engine."""
+    """Returns the error for a dead engine."""
     return PeerLostError(
         f"the inference engine has died (exit codes {codes}): its last lines are in the log of this server",
         peer=LocalPart.ENGINE,

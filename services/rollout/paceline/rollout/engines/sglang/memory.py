@@ -59,7 +59,7 @@ def _gib(size: float) -> str:
 
 
 def install(share: float) -> None:
-    """Has SGLang size its KV cache by `cache_bytes`; the smallest of all ranks counts. Not used on a CPU."""
+    """Makes SGLang size its KV cache by `cache_bytes`, of which the smallest rank's counts; not on a CPU."""
     from sglang.srt.distributed.parallel_state import get_world_group
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 

@@ -35,7 +35,7 @@ def main() -> None:
 
     arguments, rank = ServerArgs(**job["arguments"]), int(job["rank"])
     arguments.check_server_args()
-    arguments.override(source="paceline", sampling_backend=sampler.BACKEND)  # a CPU's would be another
+    arguments.override(source="paceline", sampling_backend=sampler.BACKEND)  # a CPU's default is another
     expert_rank = rank // (arguments.tp_size // arguments.ep_size)
     configure_scheduler_process(arguments, job["gpu_id"], rank, 0, 0, expert_rank, 0, None)
     ports = PortArgs(

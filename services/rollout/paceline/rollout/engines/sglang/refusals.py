@@ -16,7 +16,7 @@ OWN: Final[rules.Refusals] = {
     "skip_tokenizer_init": "Paceline sets it: token ids go in and come out",
     "load_format": "Paceline sets it: weights come only by push",
     "dtype": "Paceline sets it; write model.dtype",
-    "sampling_backend": "Paceline sets it: its own draws by seed and position",
+    "sampling_backend": "Paceline sets it: its own backend draws by seed and position",
     "sampling_defaults": "Paceline sets it: a model's own defaults would silently change the sampling",
     "tp_size": "Paceline sets it; write rollout.tensor_model_parallel_size",
     "context_length": "Paceline sets it; write data.max_prompt_length and data.max_response_length",
@@ -24,7 +24,7 @@ OWN: Final[rules.Refusals] = {
     "random_seed": "Paceline sets it; write trainer.seed",
     "mem_fraction_static": "Paceline sets it; write rollout.gpu_memory_utilization, a share of the whole GPU",
     "enable_memory_saver": "Paceline sets it; write rollout.sleep",
-    "device": "Paceline sets it: a GPU where there is one",
+    "device": "Paceline sets it: a GPU if there is one",
     "base_gpu_id": "Paceline sets it; write rollout.devices",
     "nccl_port": "Paceline sets it",
 }
@@ -130,11 +130,11 @@ ALLOWED: Final[rules.Allowed] = {
 
 
 def check(config: RunConfig) -> None:
-    """Checks the configuration for what SGLang, or its place behind the seam, does not do.
+    """Checks the configuration for settings that SGLang, or its integration here, does not support.
 
     Raises:
         ConfigError: rollout.engine_kwargs sets an argument that breaks exactness, the push or the service; or
-            the run needs what only another engine has.
+            the run needs a feature of another engine.
     """
     if lacking := _lacking(config):
         raise ConfigError(f"rollout.name: sglang does not go with {'; nor with '.join(lacking)}")

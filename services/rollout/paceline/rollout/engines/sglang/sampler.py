@@ -1,7 +1,7 @@
 """Draws in SGLang by seed and position, and gives the log-probability of what was drawn.
 
 SGLang's own sampler honours seeds only in its deterministic mode, and draws otherwise when a request with
-top-p is in the same batch. Registered as a sampling backend, this one draws every row alike.
+top-p is in the same batch. Registered as a sampling backend, this one draws all rows in the same way.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def drawn(logits: Tensor, info: Any, positions: Tensor) -> tuple[Tensor, Tensor]
         logits: (B, V).
         info: SGLang's SamplingBatchInfo: `temperatures` (B, 1), of which `GREEDY` means the likeliest token,
             `sampling_seed` (B,), `top_ps` and `top_ks` (B,).
-        positions: (B,): of the tokens that the logits follow.
+        positions: (B,), the positions of the tokens that precede the drawn ones.
     """
     temperatures = info.temperatures.view(-1)
     is_greedy = temperatures == GREEDY

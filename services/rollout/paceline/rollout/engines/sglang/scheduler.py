@@ -1,4 +1,4 @@
-"""Paceline's methods of a rank; `link.py` calls them on every rank, between two of its steps.
+"""Paceline's methods on SGLang's scheduler; `link.py` calls them on every rank, between two of its steps.
 
 A reply is a dict of plain values, also for an error: an exception on one rank would leave the others waiting.
 """
@@ -35,7 +35,7 @@ CALL = "call"
 
 
 class PacelineScheduler(Scheduler):  # type: ignore[misc]
-    """SGLang's scheduler of one rank, and what Paceline asks of it."""
+    """SGLang's scheduler of one rank, with Paceline's methods."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -88,7 +88,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         return {}
 
     def paceline_is_idle(self) -> Reply:
-        """Returns whether nothing is under way; a step's requests count until the next one."""
+        """Returns whether nothing is under way; a step's requests count until the next step."""
         return {"idle": bool(self.is_fully_idle())}
 
     def paceline_sleep(self) -> Reply:

@@ -23,12 +23,12 @@ async def call_workers(llm: Any, method: str, args: tuple[Any, ...], timeout_s: 
     Args:
         llm: vLLM's AsyncLLM.
         args: plain values (int, float, str, bytes, list, dict).
-        timeout_s: time that the workers themselves have.
+        timeout_s: deadline of the workers.
 
     Raises:
         DeadlineError: the engine did not answer; or a rank reports that a peer did not.
         PeerLostError: the engine died; or a rank reports that a peer did.
-        ModelError, WeightSyncError: as a rank reports.
+        ModelError, WeightSyncError: a rank reports one.
     """
     allowed_s = timeout_s + GRACE_S
     call = llm.collective_rpc(method, timeout=allowed_s, args=args)
@@ -41,7 +41,7 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
     """Awaits an answer of the engine.
 
     Raises:
-        DeadlineError: none came in time; `what` is named as the phase.
+        DeadlineError: no answer came in time; `what` is named as the phase.
         PeerLostError: the engine died.
         WeightSyncError: the call raised.
     """

@@ -60,18 +60,18 @@ class VllmEngine(RankedEngine):
         load_format: str = "dummy",
         worker_extension: str | None = WORKER_EXTENSION,
     ) -> Self:
-        """Starts the engine's processes, off the event loop: heartbeats go on meanwhile.
+        """Starts the engine's processes outside of the event loop, so that heartbeats go on.
 
         Args:
-            load_format: vLLM's. Weights come by push, so only tests and benchmarks of the engine read any
-                from files.
+            load_format: vLLM's load format. Weights come by push, so only tests and benchmarks of the engine
+                read weights from files.
             worker_extension: class that is mixed into the workers.
 
         Raises:
             EnvironmentLackError: vLLM is not installed.
             ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
             ModelError: the engine does not start with this model and configuration.
-            FailedStartError: one of its processes was killed or stopped: the next start may succeed.
+            FailedStartError: one of the engine's processes was killed or stopped: the next start may succeed.
         """
         started, processes = time.monotonic(), EngineProcesses()
         context = prepare(config)
@@ -123,7 +123,7 @@ class VllmEngine(RankedEngine):
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
-        """Receives one push; forgets cached prefixes, and what the vision tower made of images."""
+        """Receives one push; forgets cached prefixes, and the vision tower's outputs."""
         args = (version, timeout_s, self._is_paused)
         if self._is_paused:
             return merged_receipt(await self.call_workers("paceline_receive", args, timeout_s))
@@ -142,12 +142,12 @@ class VllmEngine(RankedEngine):
         return merged_receipt(replies)
 
     async def pause(self, *, recompute: bool) -> None:
-        """Lets vLLM end its step, and schedule no other."""
+        """Makes vLLM finish its step, and schedule no other."""
         await self._ordered(self._llm.pause_generation(mode="keep", clear_cache=recompute), "pause")
         self._is_paused = True
 
     async def resume(self) -> None:
-        """Has vLLM schedule steps again."""
+        """Makes vLLM schedule steps again."""
         await self._ordered(self._llm.resume_generation(), "resume")
         self._is_paused = False
 
@@ -203,7 +203,7 @@ class VllmEngine(RankedEngine):
 
     @property
     def continues(self) -> bool:
-        """Whether it draws by seed and position; vLLM's own sampler has a random state per request."""
+        """Whether draws follow from seed and position; vLLM's own sampler has a random state per request."""
         return self._log_probs is not None
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
@@ -259,8 +259,8 @@ class VllmEngine(RankedEngine):
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         ending = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S))
-        # A worker holds nothing worth seconds of dismantling. Once it is gone, the engine core cleans up
-        # after both.
+        # A worker has nothing that justifies an orderly shutdown of seconds. Once it is gone, the engine core
+        # cleans up after both.
         await asyncio.wait([ending], timeout=_WORKER_END_S)
         kill(workers)
         await ending

@@ -48,8 +48,8 @@ def checkpoint_tensors(
     """Yields the tensors in the form of a checkpoint.
 
     Args:
-        model_type: as in its config.json.
-        keeps_stacks: whether stacks of experts that also exist in checkpoints are not split, and named like
+        model_type: as in the model's config.json.
+        keeps_stacks: whether stacks of experts that also exist in checkpoints stay stacks, under the names of
             parameters.
     """
     family = family_of(model_type)
@@ -64,7 +64,7 @@ def checkpoint_tensors(
 
 
 def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names each expert of a stack, as an engine's loader for gpt-oss has it: `...experts.0.gate_up_proj`.
+    """Names each expert of a stack as engines' loaders for gpt-oss expect it: `...experts.0.gate_up_proj`.
 
     That loader copies an entire stack into its parameter, bypassing the layer-by-layer collection of a
     reload.

@@ -1,4 +1,5 @@
-"""Finds, from the trace of a model's loading, which slices of the learner's tensors it needs, and where."""
+"""Finds, from the trace of a model's loading, which slices of the learner's tensors the model needs, and
+where."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class _Copy:
 
     @property
     def place(self) -> Box:
-        """Returns the target with the tensor's dimensions."""
+        """Returns the target box, with its dimensions in the tensor's order."""
         return _swapped(self.target) if self.is_transposed else self.target
 
 

@@ -57,7 +57,7 @@ class ChatRequest:
 class ChatAnswer:
     """One answer of the policy.
 
-    `problems` are calls that cannot be made; they stand in the text. `ignored` is that of the request.
+    `problems` are calls that cannot be made; `text` contains them. `ignored` is the request's.
     """
 
     answer_id: str
@@ -88,11 +88,12 @@ def read_request(
 
     Args:
         data: JSON.
-        model, temperature: the run's.
-        to_chat: makes a chat completion of a request in another form.
+        model, temperature: those of the run.
+        to_chat: converts a request in another form to a chat completion's.
 
     Raises:
-        RefusedRequestError: it is not such a request, or asks for what a policy under training cannot give.
+        RefusedRequestError: the body is not such a request, or asks for what a policy under training cannot
+            give.
     """
     if data.count(b"[") + data.count(b"{") > _MAX_VALUES:
         raise _bad(f"the body has more than {_MAX_VALUES} brackets")

@@ -3,7 +3,7 @@
     open -> run: (request -> tokens -> engine -> calls -> answer) ... -> close -> Draw
 
 Consumes: requests from the endpoint, the engine. Unblocked by: the session's `run`, which has a deadline; the
-sampler's deadline stands over the episode. Produces: one `Draw`, of one segment or several. Requests are
+sampler's deadline bounds the whole episode. Produces: one `Draw`, of one segment or several. Requests are
 answered one after the other; what the agent does meanwhile counts as the time of its tools.
 """
 
@@ -32,7 +32,7 @@ from paceline.rollout.episodes.tools.calls import read_action, without_calls
 from paceline.service.threads import in_thread
 
 IGNORED = "ignored_settings"
-"""The component that counts the settings which clients asked for and did not get."""
+"""Name of the reward component that counts the settings which clients asked for and did not get."""
 FINISHED = "finished"
 """The stop reason of an agent that returns."""
 
@@ -57,7 +57,7 @@ async def drive_episode(group: PromptGroup, index: int, session: DrivenSession, 
         driven: the server's side.
 
     Raises:
-        EnvironmentLostError: begin again, in another session.
+        EnvironmentLostError: the episode must begin again, in another session.
         Exception: whatever `generate` raises.
     """
     episode = _Episode(group, index, session, driven)
@@ -98,7 +98,7 @@ class _Episode:
     async def _close(self, running: asyncio.Task[str]) -> Draw:
         if not self._conversation.segments:
             running.result()
-            raise EnvironmentLostError("the agent ended without a question", peer="agent")
+            raise EnvironmentLostError("the agent ended without a request", peer="agent")
         if self._standing.phase is not EpisodePhase.CLOSING:
             reason = running.result() or FINISHED
             self._move(states.Observed(seconds=self._idle_s(), stop_reason=reason))
@@ -109,7 +109,7 @@ class _Episode:
         return self._conversation.draw(outcome)
 
     async def _answer(self, pending: PendingRequest) -> None:
-        """Answers a question, or refuses it; a question that is asked again gets the first answer."""
+        """Answers a request, or refuses it; a repeated request gets the first answer."""
         known = self._answers.get(pending.digest) if pending.is_repeated else None
         if known is not None:
             pending.answer(known)
@@ -178,7 +178,7 @@ class _Episode:
         if not is_first:
             self._move(states.Observed(seconds=idle_s, num_tokens=num_tokens))
             self._check_open()
-        assert place is not None, "more tokens than there is room for end an episode"
+        assert place is not None, "an episode ends if its tokens find no room"
         return place
 
     def _message(self, action: Message, text: str) -> Message:

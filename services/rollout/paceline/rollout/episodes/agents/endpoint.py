@@ -5,7 +5,7 @@
     GET  /v1/models              the one model that there is
 
 A token opens the inbox of one episode, as long as the episode lasts. Answers are made by the episode itself,
-in its own task; what ends the episode ends the requests that wait there.
+in its own task; when it ends, the requests that still wait are refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PendingRequest:
     Attributes:
         request: what is asked.
         digest: digest of the body.
-        is_repeated: the client says that it asks this again.
+        is_repeated: whether the client marks the request as repeated.
     """
 
     def __init__(self, request: ChatRequest, digest: bytes, *, is_repeated: bool) -> None:
@@ -82,11 +82,11 @@ class EpisodeInbox:
         self._is_closed = False
 
     async def next(self) -> PendingRequest | None:
-        """Returns the next request; None if no more are taken."""
+        """Returns the next request; None if the inbox is closed."""
         return await self._requests.get()
 
     def close(self) -> None:
-        """Takes no more requests of the agent, and hands out none of those that are queued."""
+        """Takes no more requests of the agent, and drops those that are queued."""
         if not self._is_closed:
             self._is_closed = True
             while not self._requests.empty():
@@ -103,7 +103,7 @@ class EpisodeInbox:
         """Returns the episode's answer to a request.
 
         Raises:
-            RefusedRequestError: there is none.
+            RefusedRequestError: there is no answer.
         """
         if self._is_closed:
             raise _over()
@@ -123,8 +123,8 @@ class AgentEndpoint:
     Args:
         host, port: where to listen; port 0 takes any free one.
         advertise: the address or name under which agents reach it.
-        model: the name that it gives the policy.
-        tls: TLS files with which it answers over https; None: http.
+        model: name of the policy.
+        tls: TLS files for https; None: http.
     """
 
     def __init__(

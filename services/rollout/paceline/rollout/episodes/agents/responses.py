@@ -20,7 +20,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the request to the body of a chat completion.
 
     Raises:
-        RefusedRequestError: it relies on stored answers, or has items other than text and calls.
+        RefusedRequestError: the request relies on stored answers, or has items other than text and calls.
     """
     for name in _STORED:
         if body.get(name):

@@ -1,6 +1,6 @@
-"""Environments that have attached to this server: each plays whole episodes and asks at the endpoint.
+"""Environments that have attached to this server: each plays whole episodes and requests answers.
 
-An attempt is given to one environment. If that leaves, the next attempt is given to another.
+An attempt is given to one environment. If that environment leaves, the next attempt is given to another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AttachedEnvironment:
         run_id: id of the run, which clients are told.
         play_s: longest time of an episode.
         wait_s: how long an episode waits for a client.
-        is_over: whether the run is over when this closes, so that clients need not attach again.
+        is_over: returns whether the run is over; if it is, clients are told not to attach again.
     """
 
     call_names: Sequence[str] = ()

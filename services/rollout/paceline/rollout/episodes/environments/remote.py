@@ -54,7 +54,7 @@ class RemoteEnvironmentOptions:
         address: host:port.
         call_s: deadline of each call.
         lease_s: silence after which the service frees an episode; longer than any turn takes.
-        credentials: the token that it requires, and the files for TLS.
+        credentials: the token that the service requires, and the files for TLS.
         run_s: deadline of an episode that the service drives.
     """
 
@@ -112,7 +112,7 @@ class RemoteEnvironment:
         """Asks for the service's description, with a deadline of a few seconds.
 
         Raises:
-            PacelineError: as `channels.call`.
+            PacelineError: as in `channels.call`.
         """
         if self._channel is None:
             self._channel = channels.connect(
@@ -131,7 +131,7 @@ class RemoteEnvironment:
         """Returns the first training rows of an environment that serves rows and was started.
 
         Raises:
-            PacelineError: as `channels.stream`, for example because it serves no rows.
+            PacelineError: as in `channels.stream`, for example because the environment serves no rows.
         """
         assert self._channel is not None, "the environment has been started"
         rows: list[dict[str, object]] = []
@@ -212,7 +212,8 @@ class RemoteSession:
         )
 
     async def run(self, base_url: str, token: str, model: str) -> str:
-        """Makes the service drive the episode. A broken call is not repeated, as it would begin again."""
+        """Makes the service drive the episode. A broken call is not repeated, because the episode would
+        restart."""
         request = pb.RunEpisodeRequest(episode=self._episode, base_url=base_url, token=token, model=model)
         with self._losses("Run"):
             answer = await channels.call(

@@ -55,11 +55,11 @@ def _is_second(sampler: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What does not change between the tokens of a batch.
+    """Data that stays the same from token to token of a batch.
 
     Attributes:
         ids: ids of the requests, in the order of the logits.
-        table_rows: (B,), int64, of the tables.
+        table_rows: (B,), int64: the requests' rows in the tables.
         divisors: (B,), float32: temperatures, and 1 for greedy rows.
         is_greedy: (B,), uint8.
         truncation: (B,) top_p and (B,) top_k; None if every row draws from all tokens.

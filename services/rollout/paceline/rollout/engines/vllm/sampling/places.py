@@ -142,7 +142,7 @@ class Places:
         return values
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops requests that were aborted and will not be fetched; the worker may not know of it yet."""
+        """Drops aborted requests, which will not be fetched; the worker may not know of the abort yet."""
         for name in request_ids:
             self._ended.pop(name, None)
             self._begins.pop(name, None)

@@ -13,8 +13,7 @@ from paceline.rollout.engines.base import Sample
 from paceline.rollout.engines.vllm.sampling.log_probs import Versions
 
 Read = Callable[[list[str], list[int], list[int]], Awaitable[tuple[bytes, list[Versions], list[bool]]]]
-"""Takes AsyncLLM's names of requests and, for each request, the position of its first value and their number.
-
+"""Takes AsyncLLM's names of requests and, for each, the position of its first value and the number of values.
 It returns float32 log-probabilities and versions of the requests that the workers know, and a flag per
 request that says whether they know it."""
 

@@ -40,7 +40,7 @@ def may_pass(error: str, cause: str) -> bool:
 
 
 class ErrorOutput:
-    """Reads the further standard error output, if it is a file, as under `paceline train`."""
+    """Reads what is written to standard error from now on, if that is a file, as under `paceline train`."""
 
     def __init__(self) -> None:
         self._start = os.fstat(sys.stderr.fileno()).st_size if self._is_file() else 0
@@ -70,6 +70,6 @@ def of_death() -> str:
 
 
 def first_exception(text: str) -> str:
-    """Returns the first exception in log lines of the engine's processes; workers go before the core."""
+    """Returns the first exception in log lines of the engine's processes; the workers' precede the core's."""
     match = _LINE.search(text)
     return match["text"][:_MOST_CHARACTERS].rstrip() if match else ""
