@@ -51,7 +51,7 @@ class EventHub:
         self._announce(event)
 
     def notice(self, message: str) -> None:
-        """Announces a sentence for people; before there is a follower, it waits for the first."""
+        """Announces a message for people; without a follower, it waits for the first one."""
         event = NoticeEvent(message=message)
         if not self._queues:
             self._unheard.append(event)

@@ -7,8 +7,8 @@ file. The writer holds a lock on the file: there is one controller per run direc
 run {run_id, term, step, data_digest, settings, pid}   a controller began; `step` is the last finished one;
                                            verify: settings that `paceline verify` reads;
                                            code: [reference, file's digest] of the user's own functions
-resume {step, phase}                         it goes on in this step: the step's trajectories, refills and
-                                             drops so far are void, and follow again from the log
+resume {step, phase}                         the run goes on in the step: the step's trajectories, refills and
+                                             drops so far are void, and come again from the log
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void
 recollect {step, reason}                     the step's trajectories, refills and drops so far are void
 lost {step, reason}                          the broker has no data of the run: a step that was trained, and
@@ -19,7 +19,7 @@ dispatch {step, policy, prompts, samples?}   the prompts of a step, once per ste
                                              purpose, where they are not rollout.n for training alone
                                              (older journals: greedy: true, for one greedy answer)
 redispatch {step, prompts}                   the prompts that were sent again
-sampling {step, number, policy, prompts, samples, digest}   a dataflow samples further, each time that it
+sampling {step, number, policy, prompts, samples, digest}   a dataflow's further sampling, each time that it
                                              begins; `digest` covers all that it asks for, to the token
 waiting {step}                               a script has not said for a minute what to do
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
@@ -42,7 +42,7 @@ validated {step, policy, metrics}            the result of a validation beside t
 validation_skipped {step, reason}            a validation beside training is given up
 val_group_dropped {step, prompt, reason}     why one of its prompts has no answers
 saved {step, file, digest, num_rows}         a file of trajectories is written
-checkpoint {step, folder, good, manifest}    it is complete; `manifest` is its manifest's digest
+checkpoint {step, folder, good, manifest}    a checkpoint is complete; `manifest` is its manifest's digest
 checkpoint_removed {folder}
 step {step, log_position, cursor, guard, metrics}   the step is finished; `metrics` is the digest of its line
 end {ok, message, step}                      the run is over
@@ -130,7 +130,7 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Yields the events that say where the run stands: all but the trajectories, and the last event."""
+    """Yields the events that say where the run stands: all except trajectories, and always the last one."""
     with path.open("rb") as lines:
         line, skipped, number = b"", False, 0
         for number, line in enumerate(lines, 1):
@@ -171,7 +171,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _cut_off_torn_line(file: int, path: Path) -> None:
-    """Truncates the file behind its last complete line."""
+    """Truncates the file after its last complete line."""
     size = end = os.fstat(file).st_size
     with path.open("rb") as lines:
         while end > 0:

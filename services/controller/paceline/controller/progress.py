@@ -36,7 +36,7 @@ class Progress:
     """The step, the phase and the policy of a run; read by GetStatus, changed by the sequencer.
 
     Attributes:
-        phase_began: monotonic time.
+        phase_began: monotonic time at which the phase began.
         policy: the committed policy.
         admitted, wanted: trajectories of the collection in progress.
         metrics: metrics of the last step.

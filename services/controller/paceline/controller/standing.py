@@ -30,7 +30,7 @@ class StepInProgress:
         samplings: digests of the requests of further samplings, by number.
         digest: digest of the batch, once the batch is complete.
         trained: whether the learner has answered.
-        num_recollects: how often its trajectories were collected again.
+        num_recollects: how often the step's trajectories were collected again.
         is_lost: whether the broker has lost the step's trajectories, so that new ones are needed to repeat
             it.
     """
@@ -67,7 +67,7 @@ class Standing:
         code: reference and file digest of the user's own functions and classes, by key.
         commits: the digest of every version that was committed and is not void.
         current: the step in progress, or the next step if it was dispatched ahead; None if there is neither.
-        ahead: the steps after it that were dispatched, by number (`barrier.mode`: bounded).
+        ahead: the steps after `current` that were dispatched, by number (`barrier.mode`: bounded).
         ended: whether the controller of the last term ended in order.
         after_end: whether the controller of the term before that one ended in order.
         saved: the file of each step's trajectories, by step.
@@ -211,7 +211,7 @@ class Standing:
         self._rewind_validations(self.finished)
 
     def _rewind_validations(self, to_step: int) -> None:
-        """Makes those of later steps void; that of `to_step` is made again if its result came in later."""
+        """Makes validations of later steps void; one of `to_step` whose result came in later is repeated."""
         self._over.clear()
         self.validations = {step: policy for step, policy in self.validations.items() if step <= to_step}
         if self._validated_in.get(to_step, to_step) > to_step and to_step in self.commits:

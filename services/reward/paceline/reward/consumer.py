@@ -65,7 +65,7 @@ class ConsumerOptions:
         incarnation: changes with each restart of the service.
         lease_s: silence after which another reward service takes over the entries that this one has taken.
         max_stream_length: the scored mailbox's bound; writing waits above it.
-        room_timeout_s: how long writing may wait.
+        room_timeout_s: longest time in seconds that writing may wait.
         max_entries: largest batch.
         save_texts: whether the responses' texts are stored beside their arrays.
         max_deliveries: deliveries after which an error that might have passed is the trajectory's score.

@@ -87,7 +87,7 @@ def trajectory_messages(
         draw: differs between all draws under this server's name, those of its predecessors included, so that
             the blobs of one draw never replace those of another.
         seconds: time that the engine took for the group.
-        policies: by version, if policies other than the group's may have drawn it.
+        policies: policies by version, if others than the group's may have drawn samples.
 
     Raises:
         InvalidMessageError: readers would refuse a sample.

@@ -59,9 +59,10 @@ class Barrier:
 
     Args:
         step: the step; headers of another step are UNKNOWN.
-        policy: the only policy whose tokens are admitted; with `commits` the oldest.
-        max_staleness: how many versions the policy may be behind the one that the step trains.
-        commits: the digests of committed versions, where later ones than `policy` may have sampled too.
+        policy: the only policy whose tokens are admitted; with `commits`, the oldest such policy.
+        max_staleness: largest number of versions by which the policy may be behind the one that the step
+            trains.
+        commits: the digests of committed versions, if versions later than `policy` may have sampled, too.
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
         prompts: the ids of the prompts.

@@ -2,7 +2,7 @@
 
 A chunk is a run of prompts in batch order. It can be scored when its groups are complete and no group before
 it has failed, because its rows then have their final places in the batch. Its gradient can be computed when
-those of all earlier chunks are: sums depend on their order, scores do not.
+the gradients of all earlier chunks have been: sums depend on their order, scores do not.
 """
 
 from __future__ import annotations

@@ -143,14 +143,14 @@ class Collector:
         wait_for_services: returns as soon as there are a rollout server and a reward service; raises if they
             do not come back.
         count: called with (admitted, wanted) as trajectories come in.
-        beside: whether it collects a validation beside training.
+        beside: whether to collect a validation beside training.
 
     Attributes:
         mailboxes: the data in the broker.
         dispatcher: sends the prompts out.
         position: the last log entry that was read.
-        blob_keys: the blobs that the entries named, trained on or not, by step, for steps that were not
-            cleaned up.
+        blob_keys: the keys of the blobs that the entries named, trained on or not, by step; steps that were
+            cleaned up are left out.
     """
 
     def __init__(

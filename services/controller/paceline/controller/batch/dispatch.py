@@ -86,7 +86,7 @@ class Dispatcher:
     """Sends prompts out, after storing their images.
 
     Args:
-        images: makes the images' pixels; None where prompts have none.
+        images: makes the images' pixels; None if prompts have none.
         beside: whether validation servers answer the prompts, beside training.
     """
 
@@ -117,7 +117,7 @@ class Dispatcher:
         return self._training_stream(version)
 
     def streams(self, version: int) -> list[str]:
-        """Names all mailboxes that may have such prompts."""
+        """Names all mailboxes that may have prompts for a version."""
         return [self.stream(version), *([self._training_stream(version)] if self._beside else [])]
 
     def _training_stream(self, version: int) -> str:
@@ -152,7 +152,7 @@ class Dispatcher:
         return list(dict.fromkeys(group.prompt_id for group in missing))
 
     async def lend(self, order: Order) -> None:
-        """Has the servers that answer training prompts answer an order for validation servers, too."""
+        """Makes the servers that answer training prompts answer an order for validation servers, too."""
         await self._append(self._training_stream(order.policy.version), self._groups(order))
 
     def _groups(self, order: Order) -> list[PromptGroup]:

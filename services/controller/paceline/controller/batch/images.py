@@ -19,7 +19,7 @@ class PromptImages:
     """Stores images for prompts, and removes them.
 
     Args:
-        reader: makes an image's pixels; None where prompts have no images.
+        reader: makes an image's pixels; None if prompts have no images.
     """
 
     def __init__(self, broker: Broker, run_id: str, reader: ImageReader | None) -> None:

@@ -50,13 +50,13 @@ class HeldOutPrompts:
         return self.prompts.ids()[: self.of.max_prompts]
 
     def sources(self) -> dict[str, set[int]]:
-        """Returns the prompts of each data source by its name; {} where metrics leave them out."""
+        """Returns the prompts of each data source by its name; {} if metrics leave them out."""
         return _by_source({i: self.prompts.prompts[i] for i in self.ids()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Training and held-out prompts, the position in the former, and the tokens that end an answer.
+    """Training and held-out prompts, the position in the training prompts, and the tokens that end an answer.
 
     `images` makes the pixels of the prompts' images, `encode` the token ids of text or chat messages.
     """
@@ -80,7 +80,7 @@ class Inputs:
 
     @functools.cached_property
     def sources(self) -> frozenset[str]:
-        """The data sources of the training prompts, by name; empty where metrics leave them out."""
+        """The data sources of the training prompts, by name; empty if metrics leave them out."""
         names = frozenset(map(_source_name, self.train.facts.sources))
         return names if _tells_apart(names) else frozenset()
 

@@ -1,11 +1,11 @@
 """The run's data in the broker: creates it, notices its loss, cleans it up, and starts it anew.
 
-    check -> begin_anew where it is lost -> (steps: prompts, trajectories, scored, blobs; clean_up) -> purge
+    check -> begin_anew if it is lost -> (steps: prompts, trajectories, scored, blobs; clean_up) -> purge
 
 A marker is stored with the first data. If the marker is gone, the broker has lost the data, say because a
-server without persistence was restarted. If it names another process of the server, the last messages may be
-lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server loses no data
-when its process ends. Single messages are lost if the mailboxes are idle although a collection is not
+server without persistence was restarted. If the marker names another process of the server, the last messages
+may be lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server loses no
+data when its process ends. Single messages are lost if the mailboxes are idle although a collection is not
 complete.
 """
 
@@ -92,7 +92,7 @@ class Mailboxes:
             await self._broker.trim(stream)
 
     async def leftovers(self, position: str) -> dict[int, list[str]]:
-        """Returns the keys of the blobs that log entries up to `position` name, by step; "": all entries."""
+        """Returns the keys of the blobs that log entries up to `position` ("": all entries) name, by step."""
         keys: dict[int, list[str]] = {}
         async for entry in read_all(self._broker, self.scored):
             if position and is_after(entry.entry_id, position):
@@ -106,10 +106,10 @@ class Mailboxes:
         return keys
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
-        """Returns the responses' texts; "" where none is stored.
+        """Returns the responses' texts; "" if none is stored.
 
         Raises:
-            LostDataError: one was stored and is gone, though it is `required`.
+            LostDataError: a text was stored and is gone, though `required`.
         """
         stored = await self._broker.get_blobs([header.text_key for header in headers if header.text_key])
         if required and None in stored:
@@ -119,12 +119,12 @@ class Mailboxes:
         return ["" if text is None else text.decode(errors="replace") for text in texts]
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
-        """Returns the samples' tokens and log-probs; None where they are gone."""
+        """Returns the samples' tokens and log-probs; None if they are gone."""
         blobs = await self._broker.get_blobs([header.blob_key for header in headers])
         return await asyncio.to_thread(lambda: [_decoded(blob) for blob in blobs])
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
-        """Returns the learner's log-probs of the sampled tokens; None where it has stored none."""
+        """Returns the learner's log-probs of the sampled tokens; None if it has stored none."""
         keys = [names.learner_log_probs(header.blob_key) for header in headers]
         blobs = await self._broker.get_blobs(keys)
         return [_log_probs(blob, header) for blob, header in zip(blobs, headers, strict=True)]
@@ -148,7 +148,7 @@ class ValMailboxes(Mailboxes):
         self.scored, self._prompts = names.val_scored(run_id, version), names.val_prompts(run_id, version)
 
     async def check(self) -> None:
-        """Creates the consumer groups that the validation needs, where they are missing."""
+        """Creates missing consumer groups of the validation."""
         await self._create_groups()
 
     async def begin_anew(self) -> None:

@@ -37,7 +37,7 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
 
     Args:
         config: configuration of a run; without data.train_files it names an environment's address.
-        run_dir: where the rows are kept.
+        run_dir: directory of the run, which keeps the rows.
 
     Raises:
         DataError: the environment has no rows for training.

@@ -27,7 +27,7 @@ class TrainingBatches:
 
     @property
     def asks(self) -> tuple[Ask, ...]:
-        """What the configured estimator needs of each prompt."""
+        """The samples of each prompt that the configured estimator needs."""
         samples = self.ask(Purpose.TRAIN)
         return (samples, self.ask(Purpose.GREEDY, 1, 0.0)) if "greedy" in self._config.needs else (samples,)
 

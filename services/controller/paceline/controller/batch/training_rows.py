@@ -36,7 +36,8 @@ class TrainingRows:
         self.batch: Batch
 
     def reserve(self, order: Order) -> None:
-        """Notes what a sampling asks for; raises ConfigError where an earlier one of the step did."""
+        """Notes what a sampling asks for; raises ConfigError if an earlier sampling of the step asked for
+        it."""
         for ask in order.asks:
             keys = {(str(ask.purpose), prompt_id) for prompt_id in order.prompts}
             if again := keys & self._asked:
@@ -57,12 +58,11 @@ class TrainingRows:
         """Makes the rows of the samples to train, by (prompt id, purpose, sample index).
 
         Returns:
-            The rows, and how the journal lists them; None where they are all samples of one sampling, as
-            they were scored.
+            The rows, and how the journal lists them; None if they are all samples of one sampling, unchanged.
 
         Raises:
-            ConfigError: a sample is there twice, is not of this step or may not be trained.
-            DataError: there are none.
+            ConfigError: a sample occurs twice, is not of this step or may not be trained.
+            DataError: there are no samples.
         """
         chosen: dict[TrajectoryId, ScoredSample] = {}
         for sample in samples:

@@ -237,7 +237,8 @@ class LearnerClient(_Client):
         )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
-        """Makes the learner begin to write a checkpoint; returns the seconds that this held it up."""
+        """Makes the learner begin to write a checkpoint; returns the seconds that this delayed the
+        learner."""
         request = learner_pb2.SaveCheckpointRequest(
             step=step, folder=folder, controller_state=controller_state
         )
@@ -250,7 +251,7 @@ class LearnerClient(_Client):
         """Waits until the checkpoint that was saved last is complete; returns the seconds of its writing.
 
         Raises:
-            CheckpointError: it could not be written; the learner goes on without it.
+            CheckpointError: the checkpoint could not be written; the learner goes on without it.
         """
         request = learner_pb2.WaitCheckpointRequest(step=step)
         reply = await self._call(
@@ -313,7 +314,7 @@ class RolloutClient(_Client):
         return int(reply.freed_bytes)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
-        """Makes a server take a part of it again."""
+        """Makes a server take the memory of a part of its engine again."""
         request = rollout_pb2.WakeRequest(part=part.value)
         await self._call(member, self._to(member).Wake, request, "TURN", timeout_s=self._quick_s + _GRACE_S)
 

@@ -1,4 +1,4 @@
-"""Departures: which of the members that were told to end the step in progress still needs.
+"""Departures: which members that were told to end are still needed by the step in progress.
 
 A stack that is shut down stops its members together, and often before the controller. Members that the step
 needs stay until it is finished and saved; the others leave soon, and those that stay take over their prompts.
@@ -35,8 +35,7 @@ class Departures:
 
     @property
     def waiting(self) -> list[Member]:
-        """Members that have asked to leave but that the step needs; they may go when it is finished and
-        saved."""
+        """Members that asked to leave and that the step needs; they may go when it is finished and saved."""
         waiting = (m for m in self.asked() if _key(m) not in self._released)
         return [m for m in waiting if not m.is_starting and self._is_needed(m)]
 

@@ -55,10 +55,10 @@ class Member:
     """One incarnation of one slot of the fleet.
 
     Attributes:
-        failure: why it is dead, or left.
-        is_final: a restart would fail in the same way, because its inputs are unusable.
-        is_draining: it was told to finish its work and leave.
-        validates: it is a rollout server that only answers held-out prompts.
+        failure: why the member is dead, or has left.
+        is_final: whether a restart would fail in the same way, because its inputs are unusable.
+        is_draining: whether the member was told to finish its work and leave.
+        validates: whether the member is a rollout server that only answers held-out prompts.
         engine: the engine of a rollout server; "" for other members.
     """
 
@@ -186,7 +186,7 @@ class Fleet:
     ) -> tuple[bool, list[FleetChange]]:
         """Notes a heartbeat; (False, []) for a member that is unknown, dead or gone and must register again.
 
-        `state` is None where a member only reports why it fails.
+        `state` is None if a member only reports why it fails.
         """
         member = self._members.get(member_id)
         if member is None or member.incarnation != incarnation or not member.usable:

@@ -121,7 +121,7 @@ class Supervisor:
             )
 
     def drain(self, member_id: str) -> None:
-        """Has a rollout or reward member told to finish its work and leave.
+        """Tells a rollout or reward member to finish its work and leave.
 
         Raises:
             ConfigError: there is no such member, it is the learner, or it is the last of its kind.
@@ -144,7 +144,7 @@ class Supervisor:
 
     @property
     def learner(self) -> Member:
-        """The learner; raises PeerLostError, with its last failure, where it is gone."""
+        """The learner; raises PeerLostError, with its last failure, if it is gone."""
         members = self.fleet.usable(MemberKind.LEARNER)
         if not members:
             gone = _failures(self.fleet.members(MemberKind.LEARNER)) or "none ever registered"
@@ -195,7 +195,7 @@ class Supervisor:
             del self._awaited_ends[end]
 
     async def all_gone(self, members: Callable[[], Sequence[Member]], *, timeout_s: float) -> None:
-        """Waits until each of `members` has left or died, at most `timeout_s`."""
+        """Waits until each of `members` has left or died, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not any(m.usable for m in members()))
@@ -203,7 +203,7 @@ class Supervisor:
     async def all_ready(
         self, *, num_rollouts: int, step: int, timeout_s: float, num_validators: int = 0
     ) -> None:
-        """Waits for the learner, a reward service and so many servers; announces what is missing.
+        """Waits for the learner, a reward service and this many servers; announces what is missing.
 
         Args:
             num_rollouts: servers that answer training prompts.
@@ -238,11 +238,11 @@ class Supervisor:
         return busy()
 
     async def learner_ready(self, timeout_s: float) -> Member:
-        """Waits until there is a learner that has loaded its weights, at most `timeout_s`.
+        """Waits until there is a learner that has loaded its weights, for at most `timeout_s`.
 
         Raises:
             PeerLostError: the learner's failure is final.
-            DeadlineError: there is none after `timeout_s`; names why the last is gone.
+            DeadlineError: there is no learner after `timeout_s`; says why the last one is gone.
         """
         await self._wait_for_return(self._no_learner, MemberKind.LEARNER, timeout_s)
         return self.learner

@@ -97,7 +97,7 @@ _PARTS: Final = {
 
 
 class Turns:
-    """Grants turns, one at a time; without effect where engines do not sleep (`rollout.sleep`)."""
+    """Grants turns, one at a time; without effect if engines do not sleep (`rollout.sleep`)."""
 
     def __init__(
         self, run: Run, supervisor: Supervisor, learner: LearnerClient, rollout: RolloutClient
@@ -128,7 +128,7 @@ class Turns:
 
     @property
     def _is_learners(self) -> bool:
-        """Whether the learner may be training, possibly on an order of a controller that has died."""
+        """Returns whether the learner may be training, possibly on an order of a controller that has died."""
         if self._turn is not Turn.NOBODY:
             return self._turn is Turn.LEARNER
         learners = self._supervisor.fleet.usable(MemberKind.LEARNER)

@@ -24,7 +24,7 @@ class _Process:
         since: time and CPU seconds at the last sample before the step, or at the first one.
         last: time and CPU seconds at the newest sample.
         cores: CPU seconds per second between the two; None before there are two samples.
-        gpus: by UUID.
+        gpus: samples of each GPU since the last step, by UUID.
     """
 
     kind: str

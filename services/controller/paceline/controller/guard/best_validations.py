@@ -33,7 +33,7 @@ class BestValidations:
         far.
 
         Args:
-            sets: those of the run; some of them may have no part in this validation.
+            sets: the run's sets; some may have no part in this validation.
         """
         for held_out in sets:
             mean, low, high = (

@@ -53,7 +53,7 @@ class GuardDecision:
     """The decision that follows from a step's readings.
 
     Attributes:
-        good: no bound but those of warnings was crossed, so that a rollback may return to this step.
+        good: whether no bound but those of warnings was crossed; a rollback may then return to this step.
         due: why a validation requires a rollback; "" if none does.
         before: the step of that validation, whose weights a rollback must not take; None without one.
         stop: why the run must end; "" if it may go on.

@@ -29,7 +29,7 @@ class TrainedStep:
     """A step between LEARN and PUBLISH.
 
     Attributes:
-        seconds: since the dispatch; None where the step was interrupted.
+        seconds: since the dispatch; None if the step was interrupted.
         replays: whether the step also trained samples of earlier steps.
     """
 

@@ -1,4 +1,4 @@
-"""What a validation asks of the servers, and what it makes of the answers."""
+"""The requests of a validation, and the metrics of the answers."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Publication:
         return any(self._has(member, policy) for member in self._supervisor.validators)
 
     def is_outrun(self, policy: PolicyTag) -> bool:
-        """Whether a server samples from a newer version, for example one that a rewind has made void."""
+        """Returns whether a server samples from a newer version, such as one that a rewind has made void."""
         servers = [*self._supervisor.rollouts, *self._idle_validators]
         versions = [m.policy.version for m in servers if m.policy is not None]
         return max(versions, default=policy.version) > policy.version

@@ -14,8 +14,8 @@ produces     policy versions, one line of metrics per step, checkpoints
 Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier
 one. Every transition is journalled before it takes effect.
 
-A step is finished when its metrics are written and its event `step` is in the journal; what it needed in the
-broker goes after that. A step that was interrupted, by a restart of the controller or the loss of a member,
+A step is finished when its metrics are written and its event `step` is in the journal; its data in the broker
+is removed after that. A step that was interrupted, by a restart of the controller or the loss of a member,
 is executed again from its DISPATCH: prompts that the broker still has are not sent again, the log gives the
 same trajectories, and the learner repeats its answer to the same batch.
 """
@@ -134,7 +134,7 @@ class Sequencer:
         self._saved = 0
 
     def _validations(self, collector: Collector, collector_of: CollectorOf | None) -> Validation:
-        """Returns what validates: beside training, if some servers do nothing else."""
+        """Returns the validation: beside training, if some servers only validate."""
         run, progress, inputs, publication = self._run, self.progress, self._inputs, self._publication
         if not run.config.validates_beside:
             return Validation(run, progress, inputs, collector, publication)
@@ -272,10 +272,10 @@ class Sequencer:
     def _judge_results(
         self, validated: Sequence[ValidationResult], metrics: Mapping[str, float]
     ) -> tuple[tuple[int, str], dict[str, float]]:
-        """Has the guard judge results that came in.
+        """Makes the guard judge results that came in.
 
         Returns:
-            The step whose validation must end the run, and why ("": none); and the step's metrics.
+            The step whose validation must end the run, with the reason ("": none); and the step's metrics.
         """
         stop, of_step = (0, ""), dict(metrics)
         for result in validated:
@@ -332,7 +332,7 @@ class Sequencer:
 
         Raises:
             PeerLostError: the learner has trained the step already, and is sent back.
-            LostDataError: they were lost too often.
+            LostDataError: the trajectories were lost too often.
         """
         current = self._run.journal.standing.in_progress(step)
         if current.num_recollects == _MAX_RECOLLECTS:

@@ -1,4 +1,4 @@
-"""VALIDATE: has held-out prompts answered with the committed policy, and scored."""
+"""VALIDATE: gets answers to held-out prompts from the committed policy, and their scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_ATTEMPTS = 3
 class Validation:
     """Answers and scores a run's held-out prompts between two steps, on all servers.
 
-    `ValidationBeside` does so while training goes on; what it needs has no effect here.
+    `ValidationBeside` does so while training goes on; methods that only it needs do nothing here.
     """
 
     def __init__(

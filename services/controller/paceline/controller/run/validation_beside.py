@@ -78,7 +78,7 @@ class _UnderWay:
 
     @property
     def rest(self) -> Order:
-        """The order for what has not come in."""
+        """The order for the answers that have not come in."""
         missing = None if self.barrier is None else set(self.barrier.missing)
         prompts = self.order.prompts.items()
         return replace(self.order, prompts={i: p for i, p in prompts if missing is None or i in missing})
@@ -300,7 +300,7 @@ class ValidationBeside(Validation):
         under_way.task.result()
 
     async def _without_servers(self, under_way: _UnderWay) -> None:
-        """Has other servers answer the rest, if they still have the version; else gives the validation up."""
+        """Makes other servers answer the rest if they have the version; else gives the validation up."""
         if not self._publication.is_served(under_way.policy):
             # The last answers may be on their way to be scored.
             await asyncio.wait([under_way.task], timeout=_READ_AGAIN_S)

@@ -106,7 +106,7 @@ COUNTS = (
 
 NEVER = (
     "whether a reward is right, and a response's text that of its tokens",
-    "the tensors in a checkpoint: files are compared with the manifest, and this with the journal",
+    "the tensors in a checkpoint: files are compared with the manifest, and the manifest with the journal",
     "metrics other than counts, rewards, components and validation: only that their line is unchanged",
     "the learner's log-probs, texts and times in trajectories/: only that their file is unchanged",
     "logs/, spans.jsonl and the report",

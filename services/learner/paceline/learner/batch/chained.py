@@ -28,7 +28,7 @@ class SequenceRun:
     Attributes:
         tokens: (m,) int64, the places of the sequences' tokens in the row, one sequence after another.
         cu_seqlens: (num_sequences + 1,) int64 on the model's device, where each sequence begins among the m.
-        cu_seqlens_on_host: the same on the CPU.
+        cu_seqlens_on_host: `cu_seqlens` on the CPU.
     """
 
     tokens: Tensor

@@ -70,7 +70,7 @@ class _Layout:
     Attributes:
         tokens, positions: one array per prompt or response.
         lengths, prefixes: arguments of `PackedSequences.of`.
-        prompt_ends, response_starts: by row, the last token of its prompt and the first of its response.
+        prompt_ends, response_starts: the last token of each row's prompt, and the first of its response.
         images: images of all prompts.
     """
 

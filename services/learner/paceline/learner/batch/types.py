@@ -154,8 +154,8 @@ class PackedSequences:
 
         Args:
             lengths: length of each sequence.
-            prefixes: by sequence, the index of the earlier sequence that is its prefix (and has no prefix
-                itself), or None. Empty: no sequence has a prefix.
+            prefixes: for each sequence, the index of the earlier sequence that is its prefix (and has no
+                prefix itself), or None. Empty: no sequence has a prefix.
         """
         prefixes = prefixes or [None] * len(lengths)
         starts = _offsets(lengths)
@@ -245,7 +245,7 @@ class MicroBatch:
         input_ids: (1, T).
         position_ids: (1, T), from 0 in each prompt, continued in its responses; (3, 1, T) with images, see
             `paceline.learner.batch.images`.
-        packed: where the sequences begin.
+        packed: places of the sequences among the tokens.
         score_positions: (n,), the positions in T that predict the response tokens; the last token of the
             prompt predicts the first token of a response.
         targets: (n,), the response tokens.

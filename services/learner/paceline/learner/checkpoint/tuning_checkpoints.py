@@ -34,7 +34,7 @@ class TuningCheckpoints:
 
     Args:
         root: folder of the checkpoints.
-        state: what is saved; loading writes into its tensors.
+        state: the tensors to save; loading writes into its tensors.
         identity: everything that determines the training's numbers, except its start.
         save_freq: steps from one checkpoint to the next; 0: none are written.
     """

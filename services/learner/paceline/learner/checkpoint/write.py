@@ -85,7 +85,7 @@ class ShardWriter:
         """Waits until the checkpoint that was saved last is written, or has failed.
 
         Raises:
-            DeadlineError: neither happens in time.
+            DeadlineError: the write did not end in time.
         """
         if self._written is not None and wait([self._written], timeout=WRITE_TIMEOUT_S).not_done:
             raise DeadlineError(

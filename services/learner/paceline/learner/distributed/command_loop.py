@@ -84,7 +84,7 @@ class CommandLoop:
     Args:
         prepare: called first, on every rank; returns the handlers by name, the same on every rank.
         commands: rank 0's queue; None elsewhere.
-        keep_alive_s: how often idle ranks exchange a keep-alive.
+        keep_alive_s: seconds between two keep-alives of idle ranks.
         find_silent: names the rank that went silent when a connection broke.
 
     Attributes:

@@ -63,7 +63,7 @@ class Heartbeats:
 
     Args:
         ranks: the group; every rank enters at the same time.
-        limit_s: how long a rank may be silent.
+        limit_s: longest time in seconds that a rank may be silent.
         lost: called once, in the checking thread, with the error that names the silent rank. The thread that
             trains may wait for that rank in a collective, so `lost` has to end the process.
         told: called once, in the beating thread, when another rank's process was told to end.

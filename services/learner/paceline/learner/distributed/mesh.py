@@ -31,7 +31,7 @@ class RankGroup:
 
     Attributes:
         rank: this rank's place in the group.
-        size: how many ranks it has.
+        size: number of ranks.
         process_group: for other collectives over the group.
     """
 

@@ -201,7 +201,7 @@ def form_group(
     """Forms the process groups; every rank calls it.
 
     Args:
-        store: where the ranks meet.
+        store: key-value store through which the ranks meet.
         timeout_s: bounds this and every later wait of one rank for another.
         context: ranks that share the tokens of each row.
         fsdp_size: ranks that share one copy of the parameters; None: all.

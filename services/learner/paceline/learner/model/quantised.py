@@ -25,7 +25,7 @@ def block_fp8(name: str, values: Any, scales: Any, block: tuple[int, int]) -> Ca
     Args:
         name: name of the tensor.
         values: a slice of safetensors, (rows, columns) in float8.
-        scales: likewise, with a factor per block; blocks at the edges are cut off.
+        scales: a slice of safetensors with a factor per block; blocks at the edges are cut off.
         block: rows and columns of a block.
 
     Raises:
@@ -56,7 +56,7 @@ def mxfp4(name: str, blocks: Any, scales: Any, shape: torch.Size) -> Callable[[i
     Args:
         name: name of the tensor.
         blocks: a slice of safetensors, (E, N, K / 32, 16) bytes.
-        scales: likewise, (E, N, K / 32).
+        scales: a slice of safetensors, (E, N, K / 32).
         shape: shape of the stack.
 
     Raises:

@@ -60,7 +60,7 @@ class FunctionPool:
         functions: the functions; see `FunctionSpec`. Either all of them score items, or all of them groups.
         num_processes: child processes that always run.
         max_processes: largest number of processes; None: `num_processes`.
-        timeout_s: how long all functions together may take for an item or a group.
+        timeout_s: longest time in seconds that all functions together may take for an item or a group.
         idle_s: time without work after which a further process ends.
         limits: resource limits of a process.
         seed: determines the processes' random numbers, which differ between processes; None: not fixed.

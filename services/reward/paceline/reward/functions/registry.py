@@ -23,7 +23,7 @@ def resolve(reference: str, *, group: bool = False) -> RewardFunction:
 
     Args:
         reference: a built-in's name, `module:function` or `path/to/file.py:function`.
-        group: whether it scores the samples of a prompt together.
+        group: whether the function scores the samples of a prompt together.
 
     Raises:
         ConfigError: there is no such built-in, file, module or function; the module fails to import; or the

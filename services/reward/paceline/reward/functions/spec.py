@@ -17,9 +17,9 @@ class FunctionSpec:
     """One reward function as configured.
 
     Args:
-        name: its name among the components, unique in a configuration.
+        name: name of the function's component, unique in a configuration.
         reference: a built-in's name, `module:function` or `path/to/file.py:function`.
-        shape: how its value enters the sum that is the reward.
+        shape: how the function's value enters the sum that is the reward.
         arguments: keyword arguments of every call, for example `{"method": "flexible"}`.
     """
 

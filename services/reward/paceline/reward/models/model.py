@@ -32,7 +32,7 @@ class ModelOptions:
         device: torch device.
         dtype: data type of the weights; the score itself is computed in float32.
         max_batch_tokens: most tokens of a batch, including padding.
-        step_separator: what ends a step of a response.
+        step_separator: text that ends a step of a response.
         prompt_file, pattern, words, max_tokens: for a judge: its prompt, how its grade is read, and the
             length of its longest answer.
     """

@@ -39,8 +39,7 @@ class Handshake:
         """Asks for the service's description, unless it was received on this connection.
 
         Raises:
-            ConfigError: it has another version of the contract, or does not score what the configuration
-                requires.
+            ConfigError: the service has another version of the contract, or does not score what is required.
             PacelineError: the service did not answer, or the answer cannot be read.
         """
         if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:

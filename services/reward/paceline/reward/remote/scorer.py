@@ -54,7 +54,7 @@ class RemoteScorerOptions:
     Args:
         name: the name of its component.
         address: host:port.
-        shape: how its rewards enter the sum.
+        shape: how the service's rewards enter the sum.
         timeout_s: deadline of one call.
         retry_for_s: for how long after an item's arrival further calls for it may begin.
         max_items_per_call: most items of a call.
@@ -284,7 +284,7 @@ class RemoteScorer:
         """Asks for the service's description, if it can be reached.
 
         Raises:
-            ConfigError: it has another contract, or does not score what the configuration requires.
+            ConfigError: the service has another contract, or does not score what the configuration requires.
         """
         await self.start()
         await self.close()

@@ -54,8 +54,8 @@ class Scorer(Protocol):
         """Makes the scorer ready.
 
         Raises:
-            ConfigError: its configuration is unusable.
-            DeadlineError, PeerLostError: one of its processes does not start.
+            ConfigError: the scorer's configuration is unusable.
+            DeadlineError, PeerLostError: one of the scorer's processes does not start.
         """
         ...
 

@@ -20,12 +20,12 @@ class Shape:
     Args:
         weight: the factor of its value.
         minimum, maximum: the bounds to which its value is clipped before weighting; None: no bound.
-        data_sources: the data sources that it scores; empty: all.
-        where: by column, the values, as text, that an item may have.
+        data_sources: the data sources that the scorer scores; empty: all.
+        where: by column, the allowed values, as text.
         weight_key: column with a further factor.
         required: whether its error becomes the item's error.
         cache_size: number of cached scores; 0: none.
-        group: whether it scores the samples of a prompt together.
+        group: whether the scorer scores the samples of a prompt together.
         is_normalized: whether the controller normalises its value over the batch.
     """
 

@@ -173,7 +173,7 @@ class Engine(Protocol):
         Requests without further tokens are left out. A sample that has ended is included until its `generate`
         returns; an unfinished one has the finish reason ABORT. Called only if the engine `continues`.
 
-        wanted: by request, how many of its first tokens to leave out, not counting `SampleRequest.drawn`.
+        wanted: by request, the number of its first tokens to leave out, not counting `SampleRequest.drawn`.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.

@@ -52,7 +52,7 @@ class Episodes:
         environment: answers the turns; whoever started it closes it.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
-        endpoint: where agents that lead their episodes ask for answers; None: episodes are led here.
+        endpoint: endpoint for agents that lead their episodes; None: episodes are led here.
         max_context_tokens: most tokens of all open episodes together; further episodes wait. 0: any number.
     """
 

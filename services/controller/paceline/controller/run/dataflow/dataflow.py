@@ -55,7 +55,7 @@ async def carry_out(flow: Dataflow, verbs: Verbs) -> dict[str, float]:
 
     Raises:
         ConfigError: the dataflow raised an error of its own, or left out a verb.
-        DeadlineError: it took too long between two verbs.
+        DeadlineError: the dataflow took too long between two verbs.
         PacelineError: the error of a verb, even if the dataflow caught it.
     """
     try:

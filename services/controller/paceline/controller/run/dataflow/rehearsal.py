@@ -119,7 +119,7 @@ class _StandIns:
     """Stands in for the collector, learner, publication, turns and work ahead that the verbs call.
 
     Attributes:
-        sampled: what was asked for, in words.
+        sampled: descriptions of the samples that were requested.
         digests: digests of the batches that were trained.
     """
 

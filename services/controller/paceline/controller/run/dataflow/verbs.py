@@ -82,7 +82,7 @@ class Verbs:
         committed: the policy that the learner trains.
         began: when the step began, in monotonic seconds.
         cleanup_s: the seconds that the clean-up before the step took.
-        patience: how many seconds a dataflow may take between two verbs.
+        patience: longest time in seconds that a dataflow may take between two verbs.
 
     Attributes:
         rolled_back: whether the guard has rolled the learner back.
@@ -121,7 +121,7 @@ class Verbs:
         """Draws the step's prompts, data.train_batch_size of them, in the order of their ids.
 
         Raises:
-            ConfigError: they were drawn already.
+            ConfigError: the prompts were drawn already.
         """
         with self._verb("draw"):
             if self._drawn is not None:
@@ -136,7 +136,7 @@ class Verbs:
 
         Args:
             value: the prompt, as in a data file.
-            of: the prompt from which it comes and which determines how it is scored.
+            of: the prompt from which the new one comes, and which determines its scoring.
             ground_truth: the ground truth for scorers; None: that of `of`.
 
         Returns:
@@ -307,7 +307,7 @@ class Verbs:
             return dict(result.metrics)
 
     async def publish(self) -> None:
-        """Has the guard judge the step, and brings the weights to the rollout servers: PUBLISH and COMMIT.
+        """Makes the guard judge the step, and brings the weights to the rollout servers: PUBLISH and COMMIT.
 
         Raises:
             ConfigError: nothing was trained.
@@ -393,7 +393,7 @@ class Verbs:
         """Returns the metrics of the step, which must be published.
 
         Raises:
-            ConfigError: the dataflow has not published it.
+            ConfigError: the dataflow has not published the step.
         """
         if self.failure is not None:
             raise self.failure

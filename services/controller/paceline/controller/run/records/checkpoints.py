@@ -205,7 +205,7 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, learner: Member, state: ControllerState) -> float:
-        """Makes the learner begin to write a checkpoint; returns the seconds that it is held up."""
+        """Makes the learner begin to write a checkpoint; returns the seconds that this delays it."""
         await self.written()
         folder = folder_of(self._run.checkpoints, state.step)
         seconds = await self._learner.save(
@@ -259,7 +259,7 @@ class Checkpoints:
             before: only weights of steps before this one are good.
 
         Raises:
-            CheckpointError: there are none.
+            CheckpointError: there are no good weights.
         """
         await self.written()
         last = step if before is None else min(step, before - 1)
@@ -281,7 +281,7 @@ class Checkpoints:
         )
 
     async def stopped(self, step: int, reason: str, *, is_published: bool = False) -> GuardError:
-        """Returns the error with which the guard ends a run; `is_published`: after a validation."""
+        """Returns the error with which the guard ends a run, for `is_published` after a validation."""
         # The checkpoint of a step may be older than the judgement of its validation.
         last_good = await in_thread(lambda: next(self._good(step - is_published), None))
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"

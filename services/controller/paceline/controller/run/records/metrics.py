@@ -73,7 +73,7 @@ def assemble(
 
 
 def of_ages(samples: Sequence[ScoredHeader], step: int) -> dict[str, float]:
-    """Returns the ages of a step's tokens; for steps that are sampled with a bound on them."""
+    """Returns metrics of the ages of a step's tokens, for runs with a bound on them."""
     mean, oldest = token_ages((part for header in samples for part in header.policy_ranges), step)
     return {"barrier/staleness/mean": mean, "barrier/staleness/max": oldest}
 
@@ -156,7 +156,7 @@ class MetricsFile:
         """Drops the lines of later steps, which are unfinished or void, and those of some validations.
 
         Args:
-            validated: the steps whose validation beside training is made again.
+            validated: the steps whose validation beside training is repeated.
         """
         lines, kept, seen = _lines(self._path), list[str](), set[int]()
         for line in (line for line in lines if line.endswith("\n")):

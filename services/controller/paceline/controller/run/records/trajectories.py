@@ -33,10 +33,10 @@ class TrajectoryFile:
 
     Args:
         path: the file; replaced once it is complete.
-        prompts: by id, for the prompts' texts.
+        prompts: prompts by id, for their texts.
         sets: the name of each prompt's held-out set, by prompt id.
         with_tokens: also write token ids, and the log-probs of engine and learner.
-        with_ranges: also write which policies sampled which tokens, where there are several.
+        with_ranges: also write which policies sampled which tokens, if there are several.
 
     Attributes:
         without_tokens: prompts with a sample whose tokens were gone from the broker.
@@ -230,7 +230,8 @@ async def save_trajectories(
 async def saving_trajectories(
     run: Run, step: int, batch: Batch, prompts: Mapping[int, Prompt], mailboxes: Mailboxes
 ) -> AsyncIterator[None]:
-    """Writes a trained batch's samples while the block runs; they are complete when the block ends in order.
+    """Writes a trained batch's samples while the block runs; the file is complete when the block ends in
+    order.
 
     They are also written when the guard ends the run, because the last samples show why.
     """

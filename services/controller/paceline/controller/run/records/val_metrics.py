@@ -18,8 +18,8 @@ def of_sets(
     """Returns the metrics of all sets.
 
     Args:
-        batch: the answers to their prompts.
-        finals: the final answer in each response; empty where the texts are not known.
+        batch: the answers to the sets' prompts.
+        finals: the final answer in each response; empty if the texts are not known.
     """
     metrics: dict[str, float] = {}
     for held_out in sets:

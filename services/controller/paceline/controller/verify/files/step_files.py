@@ -40,7 +40,7 @@ class StepFiles:
         """Checks a finished step that no rewind makes void.
 
         Args:
-            entry: its event `step`.
+            entry: the step's event `step`.
             term: the settings of the term in which it was finished.
         """
         computed = dict(step.metrics)
@@ -63,7 +63,7 @@ class StepFiles:
         """Checks a validation beside training that is over.
 
         Args:
-            entry: its event `validated`.
+            entry: the validation's event `validated`.
         """
         number = validation.step
         computed = self._check_answers(validation, f"val_{number:06d}.parquet", validation.saved, run_id)

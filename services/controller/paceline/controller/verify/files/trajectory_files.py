@@ -52,7 +52,7 @@ class FileCheck:
     Args:
         run_id, policy: run and policy of its trajectories.
         shapes: how components make up the reward; None if not known.
-        own_shapes: the same for single prompts; empty shapes if not known.
+        own_shapes: shapes of single prompts; empty if not known.
         recomputes: whether blobs can be rebuilt, because the messages have this version's schema.
 
     Attributes:
@@ -81,7 +81,7 @@ class FileCheck:
         """Compares a file with the rows that it should have; returns the number of its rows.
 
         Raises:
-            OSError, pyarrow.ArrowException: it cannot be read.
+            OSError, pyarrow.ArrowException: the file cannot be read.
         """
         import pyarrow.parquet
 

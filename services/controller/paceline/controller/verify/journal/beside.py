@@ -2,7 +2,7 @@
 
     validate -> trajectories, drops, saved -> validated -> (step) | validation_skipped
 
-`validated` takes effect with the next `step`. What a controller that was killed before that had collected is
+`validated` takes effect with the next `step`. If a controller is killed before that, what it had collected is
 void, and the next one begins the validation again. A rewind makes the validations of later steps void; that
 of its target begins again if its result came in later.
 """
@@ -22,7 +22,7 @@ class ValidationsBeside:
     """Follows the validations on validation servers.
 
     Attributes:
-        over: by step, the step with which each validation was over.
+        over: by validated step, the step with which its validation was over.
     """
 
     def __init__(self, findings: Findings, versions: Versions) -> None:
@@ -68,14 +68,14 @@ class ValidationsBeside:
         check.admit(key, entry)
 
     def drop(self, entry: JournalEntry) -> bool:
-        """Takes a prompt without answers; returns whether the validation is one of these."""
+        """Takes a prompt without answers; returns whether the validation is beside training."""
         check = self._open.get(int(entry["step"]))
         if check is not None:
             check.drop(entry)
         return check is not None
 
     def note_saved(self, entry: JournalEntry) -> bool:
-        """Takes a file of answers; returns whether the validation is one of these."""
+        """Takes a file of answers; returns whether the validation is beside training."""
         check = self._open.get(int(entry["step"]))
         if check is None or not str(entry["file"]).startswith("val_"):
             return False

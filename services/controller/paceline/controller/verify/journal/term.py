@@ -28,13 +28,13 @@ class Term:
         num_samples: the samples of each prompt.
         on_cpu: whether the same batch gives the same weights to the bit.
         save_trajectories: whether steps write their trajectories to files.
-        limits: by phase, the longest time in seconds without an event.
+        limits: longest time in seconds without an event, by phase.
         max_staleness: the number of policy versions by which a batch may be older than the weights that its
             step trains.
         in_flight: `rollout.in_flight`: whether a push may change the weights during an answer.
         replay: the fields of the `ReplayRule`, which says what a step trains again; None without replay.
         shapes: the scorers' shapes, by component; empty if columns of a row weight them.
-        val_shapes: the same of the sets of held-out prompts that have a reward of their own.
+        val_shapes: the scorers' shapes for the sets of held-out prompts that have a reward of their own.
         schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
             known.
         cursor: seed, batch size and shuffling of the draw of prompts; None if not known.
@@ -153,7 +153,7 @@ class Term:
 
 
 def check_start(before: JournalEntry | None, entry: JournalEntry, findings: Findings) -> None:
-    """Checks an event `run` against that of the term before; notes code of users that has changed."""
+    """Checks an event `run` against the one of the term before; notes code of users that has changed."""
     expected = 1 if before is None else int(before["term"]) + 1
     if int(entry["term"]) != expected:
         findings.add(

@@ -19,9 +19,9 @@ class AskedSet:
     """A set of held-out prompts, as a validation requested it.
 
     Attributes:
-        name: "" for that of data.val_files.
+        name: name of the set; "" for that of data.val_files.
         num_samples: answers per prompt.
-        right_above: rewards above it are right; None in journals that are older than named sets.
+        right_above: rewards above it count as right; None in journals that are older than named sets.
     """
 
     name: str

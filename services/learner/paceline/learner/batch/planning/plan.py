@@ -111,7 +111,7 @@ def plan_batch(
 
     Raises:
         DataError: there are no rows, or samples of one prompt are not next to each other.
-        ConfigError: one row alone exceeds the token budget.
+        ConfigError: a single row exceeds the token budget.
     """
     if not rows:
         raise DataError("the step has no rows to train on")
@@ -147,7 +147,7 @@ def plan_chunk(
         share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
 
     Raises:
-        ConfigError: one row alone exceeds the token budget.
+        ConfigError: a single row exceeds the token budget.
     """
     longest = max(rows, key=lambda row: row.num_budgeted)
     if longest.num_budgeted > token_budget:

@@ -86,7 +86,7 @@ def packed_attention(
         key: (1, G, T, D) with G dividing H (grouped-query attention).
         value: like key, but D may differ.
         attention_mask: None; `packed` replaces it.
-        packed: where the sequences lie.
+        packed: places of the sequences among the tokens.
         scaling: scaling of the scores; None is D ** -0.5.
         dropout: must be 0; otherwise old and new log-probs could not be compared.
         sliding_window: number of tokens that a token sees, itself included.

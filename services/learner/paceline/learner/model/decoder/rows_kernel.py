@@ -32,7 +32,7 @@ def sum_rows(taken: Tensor, order: Tensor, starts: Tensor, shape: Sequence[int])
 
     Args:
         taken: (M, ...), the gradients at the places.
-        order, starts: those of a `RowIndex`.
+        order, starts: fields of a `RowIndex`.
         shape: (N, ...), the result's shape; its type is that of `taken`, but sums are at least float32.
     """
     taken, total = taken.contiguous(), taken.new_empty(shape)

@@ -122,7 +122,7 @@ def compacted(average: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         average: (..., C) float32.
-        signed: whether it may have negative values.
+        signed: whether the average may have negative values.
 
     Returns:
         (..., C) uint8 and (..., ceil(C / 256)) float32.

@@ -51,7 +51,7 @@ class PendingRequest:
     """A request that waits for its answer.
 
     Attributes:
-        request: what is asked.
+        request: the parsed body.
         digest: digest of the body.
         is_repeated: whether the client marks the request as repeated.
     """
@@ -121,7 +121,7 @@ class AgentEndpoint:
     """The server for all episodes of a rollout server.
 
     Args:
-        host, port: where to listen; port 0 takes any free one.
+        host, port: address to listen on; port 0 takes any free port.
         advertise: the address or name under which agents reach it.
         model: name of the policy.
         tls: TLS files for https; None: http.

@@ -60,7 +60,7 @@ class Collection:
     Attributes:
         prompts: the prompts that were requested so far.
         admitted: the events of the admitted trajectories.
-        verdicts: how often each was given.
+        verdicts: how often each verdict was given.
     """
 
     def __init__(self, wanted: Wanted, findings: Findings) -> None:

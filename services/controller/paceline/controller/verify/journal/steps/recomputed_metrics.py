@@ -15,7 +15,7 @@ _TOLERANCE = 1e-5
 
 
 def of_barrier(verdicts: Counter[str], drop_reasons: Sequence[str]) -> dict[str, float]:
-    """Returns the counts of a collection: of its verdicts, and of its reasons for dropped groups."""
+    """Returns how often a collection gave each verdict, and each reason for dropping a group."""
     metrics = {
         "barrier/admitted": float(verdicts["admitted"]),
         "barrier/duplicates": float(verdicts["duplicate"]),

@@ -48,15 +48,14 @@ class StepHistory:
 
     Attributes:
         collections: the collections of its samplings, in order; the last is open until the batch is complete.
-        samplings: the events of samplings after its dispatch, by number, since trajectories were void.
+        samplings: the events of samplings after its dispatch, by number; void ones are left out.
         before: the admissions before the controller restarted, by trajectory.
         term: the settings with which its batch was made; None without a batch.
         rows: the rows of the last batch.
         metrics: the expected metrics of the step.
-        num_again: number of rows of that batch that were trained before.
+        num_again: number of rows of the last batch that were trained before.
         num_dropped: number of prompts that the last collection dropped.
-        shapes: how scorers enter the reward, in the terms of its collection; None if this changed between
-            them.
+        shapes: how scorers enter the reward; None if this changed between the terms of its collection.
         validation: the validation that followed the step.
         saved: events of the files of its trajectories, by name.
     """
@@ -131,7 +130,7 @@ class StepHistory:
         self.collections.append(Collection(Wanted.of(entry, 0), findings))
 
     def recollect(self, entry: JournalEntry, findings: Findings) -> None:
-        """Makes its trajectories void as its collection begins again."""
+        """Makes the step's trajectories void, because its collection begins again."""
         assert self.wanted is not None
         if self.trained is not None:
             findings.add(

@@ -16,7 +16,7 @@ def check_policies(
 ) -> None:
     """Notes tokens of an admitted trajectory whose policy is not allowed.
 
-    Allowed is the policy that its step was dispatched for; with in-flight pushes, so are the versions that
+    The policy that its step was dispatched for is allowed; with in-flight pushes, so are the versions that
     were committed after it, up to the version that the step trains.
     """
 

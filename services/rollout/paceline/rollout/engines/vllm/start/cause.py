@@ -31,8 +31,8 @@ def may_pass(error: str, cause: str) -> bool:
     """Returns whether the same start may succeed the next time.
 
     Args:
-        error: what vLLM raised.
-        cause: as `ErrorOutput.root_cause` returns it.
+        error: message of the error that vLLM raised.
+        cause: result of `ErrorOutput.root_cause`.
     """
     if _UNKNOWN in error and not cause:
         return True  # a process that failed by itself would have logged why

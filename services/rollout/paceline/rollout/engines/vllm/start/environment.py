@@ -60,9 +60,9 @@ def prepare(
     """Sets the variables that are not set yet.
 
     Args:
-        config: its rollout.threads, rollout.kv_cache_gib and telemetry.log_level are used.
+        config: gives rollout.threads, rollout.kv_cache_gib and telemetry.log_level.
         num_cores: cores of this machine that the process may use; None: ask the system.
-        environ: where to set them.
+        environ: environment in which to set them.
     """
     variables = _ALWAYS | {
         "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.kv_cache_gib),

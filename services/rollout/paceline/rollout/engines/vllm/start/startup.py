@@ -42,7 +42,7 @@ def build(
         EnvironmentLackError: vLLM is not installed.
         ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
         ModelError: the engine does not start with this model and configuration.
-        FailedStartError: one of its processes was killed, or the GPU's memory changed under it.
+        FailedStartError: one of the engine's processes was killed, or the GPU's memory changed under it.
     """
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
