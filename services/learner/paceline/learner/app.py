@@ -61,7 +61,7 @@ class LearnerApp:
             raise PeerLostError(f"starting again: {sent_back.result()}", peer=options.member_id)
 
     def _assignment(self, registration: Registration) -> RankRegistration:
-        """Returns what the ranks need to know about the run, and rank 0's address for the rollout servers."""
+        """Returns the run's facts that the ranks need, and rank 0's address for rollout servers."""
         options = self._session.options
         return RankRegistration(
             config=registration.config,

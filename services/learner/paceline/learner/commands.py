@@ -1,4 +1,4 @@
-"""The learner's commands: what every rank does when rank 0 is asked to train, save, load or push weights.
+"""The learner's commands: the work of every rank when rank 0 is asked to train, save, load or push weights.
 
 Arguments travel between ranks, so they are numbers, text and bytes. Rank 0's result is the answer.
 """

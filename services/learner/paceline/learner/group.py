@@ -80,8 +80,7 @@ class RankRegistration:
     advertise: str
 
     def to_bytes(self) -> bytes:
-        """Encodes the registration for other ranks. Never in the group's store: it holds the broker's
-        password."""
+        """Encodes it for other ranks. The group's store must not hold it: it has the broker's password."""
         fields = dataclasses.asdict(self) | {"config": self.config.model_dump_json()}
         return json.dumps(fields).encode()
 

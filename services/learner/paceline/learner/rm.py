@@ -1,8 +1,8 @@
 """`python -m paceline.learner.rm --config resolved.yaml`: trains a reward model on pairs of answers.
 
 One process per rank. The network is a critic without a bias; its value after a conversation's last token is
-the score. Packing, micro-batches and optimizer are those of reinforcement learning. The loss is that of
-the Bradley-Terry model: -log sigmoid(score of the better answer - score of the worse answer - margin).
+the score. Packing, micro-batches and optimizer are those of reinforcement learning. The loss is the
+Bradley-Terry model's: -log sigmoid(score of the better answer - score of the worse answer - margin).
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class RmTrainer:
         )
 
     def _loss(self, batch: MicroBatch, pairs: Sequence[Comparison]) -> tuple[Tensor, Tensor]:
-        """Returns a micro-batch's share of the loss; then, detached, that share and the number of correct
-        pairs."""
+        """Returns the loss share; then, detached, this share and the number of correct pairs."""
         chosen, rejected = self._scores(batch)
         margins = [pairs[index].margin for index in batch.rows[::2]]
         margin = torch.tensor(margins, dtype=chosen.dtype, device=chosen.device)

@@ -179,8 +179,7 @@ class Consumer:
             self.num_in_flight -= len(entries)
 
     async def _answers(self, entries: Sequence[Entry], started: float) -> dict[str, list[Outgoing]]:
-        """Returns the answers to entries by id, except to entries that may get a reward by another
-        delivery."""
+        """Returns the answers to entries by id; entries that another delivery may score have none."""
         answers: dict[str, list[Outgoing]] = {}
         headers: dict[str, tuple[TrajectoryHeader, ...]] = {}
         groups: set[str] = set()
@@ -263,7 +262,7 @@ class Consumer:
             scored = self._scored_header(header, text_key, score, seconds)
             payload = encode_scored_header(replace(scored, token_rewards=placed))
             decode_scored(payload)
-        except InvalidMessageError as error:  # the barrier would refuse it, say for thousands of components
+        except InvalidMessageError as error:  # the barrier would refuse it, as with thousands of components
             score = failed(score.trajectory_id, RewardErrorKind.WRONG_TYPE, str(error))
             payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
         stream = self._stream(header.trajectory_id.purpose, header.policy)
@@ -289,7 +288,7 @@ class Consumer:
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
 
     def _texts_of(self, trajectory: Trajectory, *, is_episode: bool) -> _Texts:
-        """Decodes what was sampled; for an episode, also the environment's answers, for people."""
+        """Decodes the sampled tokens; for an episode, also the environment's answers, for people."""
         token_ids: list[int] = trajectory.response_token_ids.tolist()
         if not is_episode:
             text = encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""The rewards of a run: that of training, and those of held-out sets that have one of their own."""
+"""The rewards of a run: the reward for training, and rewards of held-out sets that have their own."""
 
 from __future__ import annotations
 

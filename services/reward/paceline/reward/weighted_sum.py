@@ -128,7 +128,7 @@ class WeightedSum:
         return scores
 
     def _with_parts(self, item: ScoreItem, score: Score) -> Score:
-        """Returns the score with what the controller needs to normalise components."""
+        """Returns the score with the fields from which the controller normalises components."""
         parts = tuple(
             (name, shape.clipped(score.components[name]), shape.weight_of(item))
             for name, shape in self._normalized.items()

@@ -16,7 +16,7 @@ class SamplerLimits:
 
     Args:
         num_samples: samples that the engine decodes at once. While that many are unfinished or wait for room
-            in the mailbox, no group begins, because another server could decode what would only wait here.
+            in the mailbox, no group begins, because another server could decode samples that would wait here.
         num_groups: most groups, of any size.
         num_open: most samples that have not ended, including those that wait for a tool.
         group_timeout_s: longest time that one group may take in the engine.
@@ -24,7 +24,7 @@ class SamplerLimits:
         groups_together: whether a group's samples are sent in one message.
         lease_s, max_stream_length, append_timeout_s: limits of the mailboxes.
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
-        in_flight: what becomes of samples under way when new weights come (`rollout.in_flight`).
+        in_flight: treatment of samples under way when new weights come (`rollout.in_flight`).
         save_progress_s: `rollout.save_progress_s`.
         validates: whether this server answers held-out prompts, from the validation servers' own mailboxes.
         reports_beside: whether messages about held-out prompts go to the mailbox of validations beside

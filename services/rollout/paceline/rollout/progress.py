@@ -68,7 +68,7 @@ class _Attempt:
         }
 
     def parts(self, drawn: Mapping[str, Sample], policies: Mapping[int, PolicyTag]) -> list[PartialSample]:
-        """Returns the tokens to save now, without those of samples whose version is too old."""
+        """Returns the tokens to save now, without samples whose version is too old."""
         parts = []
         for index, request in enumerate(self.requests):
             sample, first = drawn.get(request.request_id), self.ends.get(index, 0)
@@ -125,7 +125,7 @@ class ResumableDraws:
         *,
         policy: PolicyTag,
     ) -> list[Sample]:
-        """Draws as `Engine.generate` does, but goes on from what an earlier attempt has saved.
+        """Draws as `Engine.generate` does, but continues from the tokens that an earlier attempt has saved.
 
         Args:
             requests: one per sample of the group.

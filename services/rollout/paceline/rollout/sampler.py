@@ -47,7 +47,7 @@ _BLOCK_S = 1.0
 
 
 class Sampler:
-    """Owns the mailbox of prompts and what is under way in the engine.
+    """Owns the mailbox of prompts and the engine's work under way.
 
     Args:
         server_id: this server's name in trajectories.

@@ -60,8 +60,7 @@ class Barrier:
     Args:
         step: the step; headers of another step are UNKNOWN.
         policy: the only policy whose tokens are admitted; with `commits`, the oldest such policy.
-        max_staleness: largest number of versions by which the policy may be behind the one that the step
-            trains.
+        max_staleness: most versions by which the policy may be behind the one that the step trains.
         commits: the digests of committed versions, if versions later than `policy` may have sampled, too.
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.

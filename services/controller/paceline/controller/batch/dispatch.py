@@ -129,7 +129,7 @@ class Dispatcher:
                 yield decode_prompt_group(entry.payload)
 
     def forget(self) -> None:
-        """Forgets what was sent, because the broker has lost it; everything is sent again."""
+        """Forgets the sent prompts, because the broker has lost them; everything is sent again."""
         self._sent.clear()
         self._images.forget()
 

@@ -79,7 +79,7 @@ class Mailboxes:
         await self._broker.purge(names.prefix(self._run_id))
 
     async def clean_up(self, *, version: int, position: str, blob_keys: Sequence[str]) -> None:
-        """Removes what finished steps left: blobs, prompts of `version`, log entries up to `position`.
+        """Removes the data of finished steps: blobs, prompts of `version`, log entries up to `position`.
 
         Raises:
             LostDataError: there is nothing left to remove, because the run's data is gone.

@@ -66,7 +66,7 @@ class ReplayBuffer:
         self._steps: dict[int, _SavedStep] = {}
 
     async def draw(self, step: int, rows: Sequence[BatchRow]) -> Replay:
-        """Draws what `step` trains again.
+        """Draws the rows that `step` trains again.
 
         Args:
             rows: the step's new rows, whose prompts are not drawn.

@@ -1,4 +1,4 @@
-"""The batch of a training step: what its samplings request, whether enough was returned, and the rows.
+"""The batch of a training step: the requests of its samplings, whether enough came back, and the rows.
 
 cursor -> ask -> begin -> (DISPATCH, COLLECT with refills) -> check -> rows
 """
@@ -20,7 +20,7 @@ from paceline.data.prompts import Prompt
 
 
 class TrainingBatches:
-    """Journals what the samplings of a step ask for, and checks what comes back."""
+    """Journals the requests of a step's samplings, and checks their results."""
 
     def __init__(self, run: Run, inputs: Inputs) -> None:
         self._config, self._journal, self._events, self._inputs = run.config, run.journal, run.events, inputs
@@ -54,7 +54,7 @@ class TrainingBatches:
         )
 
     def begin(self, order: Order, number: int, drawn: Mapping[int, Prompt] | None) -> Refill | None:
-        """Journals what a sampling asks for, once; the refill is None without dynamic sampling.
+        """Journals a sampling's request, once; the refill is None without dynamic sampling.
 
         Args:
             number: the sampling's number in its step, from 1.

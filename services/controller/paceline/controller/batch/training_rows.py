@@ -36,8 +36,7 @@ class TrainingRows:
         self.batch: Batch
 
     def reserve(self, order: Order) -> None:
-        """Notes what a sampling asks for; raises ConfigError if an earlier sampling of the step asked for
-        it."""
+        """Notes a sampling's request; raises ConfigError if an earlier sampling had the same."""
         for ask in order.asks:
             keys = {(str(ask.purpose), prompt_id) for prompt_id in order.prompts}
             if again := keys & self._asked:

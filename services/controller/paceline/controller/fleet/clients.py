@@ -2,9 +2,9 @@
 
     Channels -> LearnerClient, RolloutClient
 
-Every call is to one member and raises what `paceline.service.grpc.channels.call` raises, with the member's id
-as the peer. A frozen machine keeps its connections open; only its missing heartbeats show that it is gone. So
-a call ends with PeerLostError as soon as its member is no longer in the fleet (`while_alive`).
+Every call is to one member and raises the errors of `paceline.service.grpc.channels.call`, with the member's
+id as the peer. A frozen machine keeps its connections open; only its missing heartbeats show that it is gone.
+So a call ends with PeerLostError as soon as its member is no longer in the fleet (`while_alive`).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class LearnerClient(_Client):
         return result_from_proto(reply)
 
     async def work_ahead(self, member: Member, order: ChunkOrder) -> None:
-        """Makes the learner compute what a chunk of the next step needs."""
+        """Makes the learner compute the work ahead for a chunk of the next step."""
         await self._call(
             member,
             self._to(member).WorkAhead,
@@ -237,8 +237,7 @@ class LearnerClient(_Client):
         )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
-        """Makes the learner begin to write a checkpoint; returns the seconds that this delayed the
-        learner."""
+        """Makes the learner begin to write a checkpoint; returns the seconds of its delay."""
         request = learner_pb2.SaveCheckpointRequest(
             step=step, folder=folder, controller_state=controller_state
         )
@@ -280,7 +279,7 @@ class RolloutClient(_Client):
     """Calls rollout servers, each call with a deadline."""
 
     async def describe(self, member: Member) -> tuple[RankLayout, ...]:
-        """Asks what each rank of a server needs."""
+        """Asks for the layout of each rank of a server."""
         request = rollout_pb2.DescribeRolloutWeightsRequest()
         reply = await self._call(
             member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._quick_s

@@ -106,7 +106,7 @@ class FleetChange:
 
 
 class Fleet:
-    """All members by id; every method returns what changed, oldest first.
+    """All members by id; every method returns the changes that it made, oldest first.
 
     Args:
         suspect_after_s, dead_after_s: silence, in seconds, after which a member is suspected, and dead;

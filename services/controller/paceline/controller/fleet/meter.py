@@ -1,4 +1,4 @@
-"""Counts what happens to members: changes, restarts, and how long a lost one takes to come back."""
+"""Counts events of members: changes, restarts, and how long a lost one takes to come back."""
 
 from __future__ import annotations
 

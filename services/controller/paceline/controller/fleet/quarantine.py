@@ -50,7 +50,7 @@ class Quarantine:
         return seconds
 
     def succeeded(self, member_id: str) -> None:
-        """Notes that a member serves what was pushed to it."""
+        """Notes that a member serves the weights that were pushed to it."""
         self._records.pop(member_id, None)
 
     def failures(self, member_id: str) -> int:

@@ -72,7 +72,7 @@ class Supervisor:
         await self._wake()
 
     def usage_metrics(self) -> dict[str, float]:
-        """Returns metrics of what the members have used of their machines since the last call."""
+        """Returns metrics of the members' use of their machines since the last call."""
         return self.usage.metrics([member.member_id for member in self.fleet.members() if member.usable])
 
     async def _wake(self) -> None:

@@ -84,7 +84,7 @@ class _Clock:
 
 
 async def _both(first: Coroutine[Any, Any, Any], second: Coroutine[Any, Any, Any]) -> None:
-    """Awaits both; raises the error of the first, or else that of the second."""
+    """Awaits both; if both fail, raises the error of the first."""
     for outcome in await asyncio.gather(first, second, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

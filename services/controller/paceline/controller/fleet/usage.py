@@ -37,7 +37,7 @@ class _Process:
 
 
 class FleetUsage:
-    """Makes metrics of a step from what members report.
+    """Makes metrics of a step from the members' reports.
 
     Args:
         own: samples the controller's process.
@@ -48,7 +48,7 @@ class FleetUsage:
         self._processes: dict[str, _Process] = {}
 
     def note(self, member: Member, usage: Usage) -> None:
-        """Takes note of what a member's process uses."""
+        """Notes the usage that a member's process reports."""
         self._note(member.member_id, member.kind.value, member.incarnation, usage)
 
     def metrics(self, usable: Collection[str]) -> dict[str, float]:

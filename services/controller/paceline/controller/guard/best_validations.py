@@ -53,9 +53,9 @@ class BestValidations:
                 self._best[held_out.name] = BestValidation(step=step, mean=mean, low=low)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, as plain values."""
+        """Returns the state for a checkpoint, as plain values."""
         return {name: asdict(best) for name, best in sorted(self._best.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned before."""
+        """Restores a state that `state_dict` returned."""
         self._best = {name: BestValidation(**best) for name, best in state.items()}

@@ -232,7 +232,7 @@ class GuardPolicy:
     # --- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, as plain values."""
+        """Returns the state for a checkpoint, as plain values."""
         return {
             "adjustments": asdict(self.adjustments),
             "num_rollbacks": self.num_rollbacks,
@@ -245,7 +245,7 @@ class GuardPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what a checkpoint kept; {} changes nothing."""
+        """Restores the state in a checkpoint; {} changes nothing."""
         if not state:
             return
         self.adjustments = Adjustments(**state["adjustments"])

@@ -120,7 +120,7 @@ class Guard:
         return decision.stop, {"guard/fired": fired} if decision.firings else {}
 
     def _tell(self, step: int, decision: GuardDecision) -> None:
-        """Journals the rules that fired, and tells people of what is new."""
+        """Journals the rules that fired, and tells people the news."""
         self._journal.record_all(_event(step, firing) for firing in decision.firings)
         for firing in decision.firings:
             rule, network = firing.reading.rule, firing.reading.network
@@ -163,7 +163,7 @@ class Guard:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the guard."""
+        """Returns the guard's state for a checkpoint."""
         return self._policy.state_dict()
 
     def restore(self, state: Mapping[str, Any]) -> None:

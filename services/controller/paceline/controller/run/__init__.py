@@ -1,1 +1,1 @@
-"""The loop of a run, its phases, and what it leaves on disk."""
+"""The loop of a run, its phases, and the files that it writes."""

@@ -46,7 +46,7 @@ def order_of(inputs: Inputs, step: int, policy: PolicyTag, sets: Sequence[HeldOu
 
 
 def record_order(run: Run, order: Order, sets: Sequence[HeldOutPrompts], **marks: bool) -> None:
-    """Journals what a validation asks for, each time that it begins."""
+    """Journals the request of a validation, each time that it begins."""
     run.journal.record(
         "validate",
         step=order.step,

@@ -59,7 +59,7 @@ class Validation:
         return []
 
     async def clean_up(self) -> None:
-        """Removes what the validations of `results` left in the broker; called after the step is finished."""
+        """Removes the data of the validations in `results` from the broker, after the step is finished."""
 
     async def go_on(self) -> None:
         """Goes on with validations of an earlier controller, or of this one before a loss."""
@@ -70,7 +70,7 @@ class Validation:
                 )
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the validations under way."""
 
     def _skip(self, step: int, reason: str) -> None:
         self._run.journal.record("validation_skipped", step=step, reason=reason)

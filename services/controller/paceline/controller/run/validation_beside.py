@@ -147,7 +147,7 @@ class ValidationBeside(Validation):
         return results
 
     async def clean_up(self) -> None:
-        """Removes what the validations of `results` left in the broker; called after the step is finished."""
+        """Removes the data of the validations in `results` from the broker, after the step is finished."""
         ended, self._ended = self._ended, []
         for under_way in ended:
             await under_way.collector.mailboxes.purge()
@@ -177,7 +177,7 @@ class ValidationBeside(Validation):
                 await self._give_up(under_way, "not all answers had come in, and the servers have gone on")
 
     async def close(self) -> None:
-        """Ends what is under way; another controller can go on with it."""
+        """Ends the validations under way; another controller can go on with them."""
         for under_way in self._all:
             await _cancel(under_way.task)
 
@@ -193,8 +193,8 @@ class ValidationBeside(Validation):
 
         async def services() -> None:
             await self._supervisor.reward_ready(self._run.config.service.recovery_timeout_s)
-            # The sequencer decides what becomes of a validation without servers, within a step. The
-            # collection's clocks stand still meanwhile, and it goes on reading what has been answered.
+            # The sequencer decides, within a step, how to go on without servers. The collection's clocks
+            # stand still meanwhile, and it goes on reading the answers that have come.
             if not self._is_answered(under_way):
                 await asyncio.sleep(_PAUSE_S)
 

@@ -12,7 +12,7 @@ from paceline.core.errors import PacelineError, exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what was counted and which invariants hold; returns 1 for a breach, 2 if there is no run."""
+    """Prints counts and which invariants hold; returns 1 for a breach, 2 if there is no run."""
     parser = argparse.ArgumentParser(prog="python -m paceline.controller.verify", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, help="holds events.jsonl and config.resolved.yaml")
     parser.add_argument(

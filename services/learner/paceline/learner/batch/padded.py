@@ -56,7 +56,7 @@ class PaddedSequences:
     Attributes:
         queries: (sum of N L,) int64, the token in each place of all batches; free places hold some other
             token of the sequence.
-        keys: (sum of N K,) int64, the same for keys, which include the prefixes'.
+        keys: (sum of N K,) int64, the token in each place of all keys, those of prefixes included.
         order: (T,) int64, the place of each token among `queries`.
     """
 

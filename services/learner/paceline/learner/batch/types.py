@@ -76,8 +76,7 @@ class PrefixedKeys:
     """The keys that the sequences see, one sequence after another: first its prefix, then itself.
 
     Attributes:
-        tokens: (K,), which of the T tokens each key belongs to; a prefix occurs once per sequence that has
-            it.
+        tokens: (K,), which of the T tokens each key belongs to; a prefix occurs once per sequence.
         cu_seqlens: (num_sequences + 1,) int32, where each sequence's keys begin among the K.
         max_length: largest number of keys of a sequence.
     """

@@ -1,1 +1,1 @@
-"""Sharded checkpoints: what is saved, written in the background, verified and loaded."""
+"""Sharded checkpoints: their content; writing in the background, verifying and loading."""

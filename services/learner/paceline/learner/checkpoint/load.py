@@ -68,8 +68,7 @@ def load_newest(
 def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log.warning) -> Manifest:
     """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
 
-    The configuration stays in force. `notify` is called if it changes the learning rate or the frozen
-    networks.
+    The configuration stays in force. `notify` is called if it changes learning rate or frozen networks.
 
     Raises:
         CommandError: wraps a CheckpointError: the checkpoint is incomplete or damaged; nothing has changed.

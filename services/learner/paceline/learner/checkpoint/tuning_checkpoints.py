@@ -115,7 +115,7 @@ class TuningCheckpoints:
         return sorted((path.parent.name for path in self._root.glob(f"step_*/{MANIFEST}")), reverse=True)
 
     def _remove_older(self) -> None:
-        """Removes all but the newest complete checkpoint, on rank 0."""
+        """Removes all checkpoints except the newest complete one, on rank 0."""
         complete = self._complete()
         if complete:
             for folder in self._root.glob("step_*"):

@@ -98,7 +98,7 @@ def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | Non
 
 
 def forget_broken_pass(network: nn.Module) -> None:
-    """Drops what FSDP keeps of a pass that an exception has ended, and its gradient; shards all weights.
+    """Drops FSDP's state of a pass that an exception has ended, and its gradient; shards all weights.
 
     Args:
         network: the module to which `fully_shard` was applied last.
@@ -122,7 +122,7 @@ def forget_broken_pass(network: nn.Module) -> None:
 
 
 def _forget_in_group(group: Any) -> None:
-    group.finalize_backward()  # waits for what is under way, and drops it
+    group.finalize_backward()  # waits for collectives under way, and drops them
     if group._reshard_after_forward_event is not None:
         group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
     _put(

@@ -101,8 +101,8 @@ class Ranks:
     """The group of learner processes, formed: a mesh with named dimensions, as `mesh` describes it.
 
     Attributes:
-        world: all ranks. They agree on errors and on what memory allows, and check a checkpoint together;
-            rank 0 takes commands and writes for all.
+        world: all ranks. They agree on errors and on sizes that fit into memory, and check a checkpoint
+            together; rank 0 takes commands and writes for all.
         data: the ranks that get different rows. Sums over rows and tokens, and so losses and metrics, run
             over it, never over `world`.
         context: the ranks that have the same rows and share their tokens; None if each rank has all

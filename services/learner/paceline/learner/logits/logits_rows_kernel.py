@@ -88,8 +88,7 @@ def _gradient(  # type: ignore[no-untyped-def]
 def score(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns log_probs, log_norms, and entropy or None, (n,) float32, of logits (n, V) with contiguous
-    rows."""
+    """Returns log_probs, log_norms, and entropy or None, (n,) float32, of (n, V) contiguous logits."""
     log_probs, log_norms, entropy = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device):
         _score[(len(logits),)](

@@ -21,7 +21,7 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
     """Refuses an architecture that is not in the table, unless it is trusted.
 
     Raises:
-        ModelError: says what to do.
+        ModelError: the architecture is refused.
     """
     if getattr(config.get_text_config(), "enable_moe_block", False):
         raise ModelError(
@@ -49,7 +49,7 @@ def require_text_alone(config: Any) -> None:
     """Refuses a model with a vision tower if transformers has no reward model of its kind.
 
     Raises:
-        ModelError: says what to do.
+        ModelError: transformers has no such reward model.
     """
     if family_of(config.model_type).takes_images:
         raise ModelError(
@@ -143,7 +143,7 @@ def require_shared_tokens(config: Any, num_ranks: int) -> None:
     """Refuses a model if `num_ranks` ranks cannot share the tokens of its rows.
 
     Raises:
-        ConfigError: says what to do.
+        ConfigError: the ranks cannot share the tokens.
     """
     heads = config.get_text_config().num_attention_heads
     if heads % num_ranks:
@@ -174,7 +174,7 @@ def require_compilable(config: Any) -> None:
     differ in length.
 
     Raises:
-        UncompilableError: says what to do.
+        UncompilableError: the layers cannot be compiled.
     """
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
         raise UncompilableError(

@@ -122,8 +122,7 @@ class ModelFiles:
         )
 
     def require_all_read(self, config: Any, *, has_head: bool) -> None:
-        """Refuses a folder with tensors that the model lacks; call `rows` for every tensor of the model
-        first.
+        """Refuses a folder with tensors that the model lacks; call `rows` for all its tensors first.
 
         Args:
             config: transformers' configuration of the model.

@@ -41,7 +41,7 @@ Result = tuple[float | None, dict[str, float], str | None, str]
 
 
 class _Sum:
-    """Sums up what the functions return for an item, until the first error of a required function."""
+    """Sums up the functions' results for an item, until the first error of a required function."""
 
     def __init__(self, item: ScoreItem) -> None:
         self._item = item
@@ -55,7 +55,7 @@ class _Sum:
         return self._error is not None
 
     def add(self, spec: FunctionSpec, returned: object) -> None:
-        """Adds what a function returned, or a RewardError for what it raised."""
+        """Adds a function's result, or a RewardError for the error that it raised."""
         try:
             if not spec.shape.required and not isinstance(returned, RewardError):
                 check_value(spec.name, returned)
@@ -107,7 +107,7 @@ class Functions:
     def _values(
         self, spec: FunctionSpec, function: RewardFunction, items: Sequence[ScoreItem]
     ) -> Sequence[object]:
-        """Returns what a function returns for each item, or a RewardError for what it raises."""
+        """Returns a function's result for each item, or a RewardError for the error that it raises."""
         try:
             if spec.shape.group:
                 returned = self._call(spec, function, list(items), **spec.arguments)
@@ -121,7 +121,7 @@ class Functions:
     def _call(
         self, spec: FunctionSpec, function: RewardFunction, *given: object, **keywords: object
     ) -> object:
-        """Calls a function; raises a RewardError for what it raises."""
+        """Calls a function; turns the errors that it raises into a RewardError."""
         try:
             return function.call(*given, **keywords)
         except MemoryError:

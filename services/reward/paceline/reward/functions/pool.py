@@ -133,7 +133,7 @@ class FunctionPool:
 
     @property
     def queue_name(self) -> str:
-        """Returns its queue's name: that of functions, or of functions that score groups."""
+        """Returns the name of the pool's queue, which tells whether its functions score groups."""
         return "group functions" if self._scores_groups else "functions"
 
     @property

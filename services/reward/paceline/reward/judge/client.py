@@ -47,7 +47,7 @@ class JudgeClient:
         self._http = httpx.AsyncClient(timeout=options.timeout_s, headers=headers, follow_redirects=False)
 
     async def ask(self, question: str) -> str:
-        """Returns what the judge answers to a question.
+        """Returns the judge's answer to a question.
 
         Raises:
             RewardError: TIMEOUT or UNAVAILABLE if another call may succeed, else RAISED or WRONG_TYPE.

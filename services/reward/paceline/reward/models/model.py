@@ -93,12 +93,11 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
 
     @abc.abstractmethod
     def _row(self, item: ScoreItem) -> RowT:
-        """Returns what the model reads of an item."""
+        """Returns the part of an item that the model reads."""
 
     @abc.abstractmethod
     def _values(self, rows: Sequence[RowT], hidden: Tensor) -> list[ValueT]:
-        """Returns the rows' values from their states (B, T, H); a row begins with the first token that it
-        keeps."""
+        """Returns the rows' values from their states (B, T, H), without tokens that were cut off."""
 
     @torch.inference_mode()
     def _hidden(self, rows: Sequence[RowT]) -> Tensor:

@@ -25,7 +25,7 @@ class Handshake:
 
     Args:
         peer: the service, in messages.
-        shape: what the configuration requires of the service.
+        shape: requirements of the configuration.
         timeout_s: deadline of a call.
     """
 

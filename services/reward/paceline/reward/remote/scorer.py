@@ -61,7 +61,7 @@ class RemoteScorerOptions:
         concurrency: calls at once.
         max_message_bytes: largest message; calls are cut to stay below it.
         credentials: the token, if the service asks for one, and the files for TLS.
-        tls_name: the name that its certificate must have; "": that of Paceline's own reward services.
+        tls_name: name in the service's certificate; "": the name of Paceline's own reward services.
     """
 
     name: str

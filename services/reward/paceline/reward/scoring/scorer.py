@@ -47,7 +47,7 @@ class Scorer(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Returns the names of its components, without those of further values (`name/key`)."""
+        """Returns the names of the scorer's components, without further values (`name/key`)."""
         ...
 
     async def start(self) -> None:
@@ -63,7 +63,7 @@ class Scorer(Protocol):
         """Returns one score per item, in order, with the scorer's weight applied. Calls may overlap.
 
         An item that cannot be scored gets an error as its score and does not affect the others. A batch is
-        what the mailbox delivered, so it may hold only a part of a prompt group.
+        a delivery of the mailbox, so it may hold only a part of a prompt group.
 
         Raises:
             RewardError: UNAVAILABLE, when the scorer cannot score anything any more.

@@ -80,7 +80,7 @@ class Shape:
         return self.weight * factor
 
     def contribution(self, value: float, item: ScoreItem) -> float:
-        """Returns what a value adds to the sum; infinite if it overflows.
+        """Returns the summand for a value; infinite if it overflows.
 
         Raises:
             RewardError: as in `weight_of`.

@@ -43,8 +43,7 @@ def _described(error: Exception) -> Reply:
 
 
 def raise_reported(replies: Sequence[Reply]) -> None:
-    """Raises the error in `replies`, which are by rank; if there are several, the one that caused the
-    others."""
+    """Raises the error in `replies`, by rank; of several errors, the one that caused the others."""
     errors = [(reply["error"], f"TP rank {rank}") for rank, reply in enumerate(replies) if "error" in reply]
     if not errors:
         return

@@ -151,8 +151,8 @@ class Engine(Protocol):
 
         Raises:
             PeerLostError: the engine died.
-            InvalidMessageError: a request cannot be run, say because its prompt is too long. None of the
-                others is drawn.
+            InvalidMessageError: a request cannot be run, for example because its prompt is too long. None of
+                the others is drawn.
             Exception: any other error is attributed to these requests. The engine's health is checked, and
                 they are drawn again.
         """
@@ -168,7 +168,7 @@ class Engine(Protocol):
         return False
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """Returns what requests under way have drawn so far, by their ids.
+        """Returns the samples of requests under way, as far as they have been drawn, by request id.
 
         Requests without further tokens are left out. A sample that has ended is included until its `generate`
         returns; an unfinished one has the finish reason ABORT. Called only if the engine `continues`.

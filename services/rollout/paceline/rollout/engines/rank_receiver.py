@@ -60,7 +60,7 @@ class RankReceiver:
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
-        """Returns the slices that this rank needs, and where it runs."""
+        """Returns the slices that this rank needs, and its place."""
         if self._layout is None:
             self._layout = self._describe(self._model).at(place_of(self._device))
         return self._layout

@@ -38,7 +38,7 @@ _AGENT_S = 120.0
 
 
 def check_episodes(config: RunConfig) -> str:
-    """Checks what episodes need; returns a line of facts.
+    """Checks the requirements of episodes; returns a line of facts.
 
     Raises:
         PacelineError: the chat template cannot carry several turns, or a tool cannot be used.
@@ -62,7 +62,7 @@ def check_environment(config: RunConfig) -> str:
     """Returns a line of facts about the environment at `rollout.environment.address`.
 
     Raises:
-        EnvironmentLackError: what answers there is no environment, or speaks another version of the contract.
+        EnvironmentLackError: the server there is no environment, or speaks another version of the contract.
         ConfigError: the environment refuses the token, or the token's file cannot be read.
     """
     service = config.rollout.environment

@@ -1,4 +1,4 @@
-"""The interface between an episode and what answers the policy: tools of this server, or a service."""
+"""The interface between an episode and its environment: the tools of this server, or a service."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EpisodeTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """How an episode begins: messages after those of the prompt, and tools; both may be empty."""
+    """The beginning of an episode: messages that follow the prompt's, and tools; both may be empty."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
@@ -100,11 +100,11 @@ class Session(Protocol):
         ...
 
     async def close(self, stop_reason: str) -> Grade:
-        """Grades what has happened, and frees what the session holds."""
+        """Grades the episode, and frees the session's resources."""
         ...
 
     async def abandon(self) -> None:
-        """Frees what the session holds; nothing is graded. Never raises."""
+        """Frees the session's resources; nothing is graded. Never raises."""
         ...
 
 

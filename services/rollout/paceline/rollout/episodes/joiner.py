@@ -1,4 +1,4 @@
-"""Turns what the environment says into tokens, which follow those that the policy sampled.
+"""Turns the environment's messages into tokens, which follow those that the policy sampled.
 
 The tokens of a tool's answer are those that the chat template writes between the end of one assistant turn
 and the beginning of the next one. They are cut out of a short made-up conversation with that answer in it,

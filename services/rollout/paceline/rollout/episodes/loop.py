@@ -27,7 +27,7 @@ from paceline.rollout.episodes.states import EpisodeLimits, EpisodePhase, Episod
 from paceline.rollout.episodes.tools.calls import read_action
 
 Generate = Callable[[SampleRequest], Awaitable[Sample]]
-"""Draws one turn, and raises what `Engine.generate` raises."""
+"""Draws one turn, and raises the errors of `Engine.generate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class EpisodeRules:
     """Rules that all episodes of a run share.
 
     Attributes:
-        max_prompt_tokens: largest number of tokens of a prompt, with what the environment adds.
+        max_prompt_tokens: largest number of tokens of a prompt, including the environment's messages.
         call_format: see `calls.FORMATS`.
     """
 
@@ -89,7 +89,7 @@ async def run_episode(
 
     Raises:
         EnvironmentLostError: the episode must begin again, in another session.
-        InvalidMessageError: the prompt is too long with what the environment adds.
+        InvalidMessageError: the prompt and the environment's messages are too long.
         Exception: whatever `generate` raises.
     """
     episode = _Episode(group, index, session, generate, rules, slot, serial)

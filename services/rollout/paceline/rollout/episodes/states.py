@@ -56,7 +56,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeProgress:
-    """An episode's phase and what it has used up; `stop_reason` is set from CLOSING on."""
+    """An episode's phase and its use of the limits; `stop_reason` is set from CLOSING on."""
 
     phase: EpisodePhase = EpisodePhase.OPENING
     num_turns: int = 0

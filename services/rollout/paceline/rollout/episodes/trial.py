@@ -64,7 +64,7 @@ async def play_episode(
 
     Raises:
         EnvironmentLostError: the environment failed.
-        InvalidMessageError: the prompt is too long with what the environment adds, or the chat template does
+        InvalidMessageError: the prompt and the environment's messages are too long, or the chat template does
             not show its tools.
     """
     max_turns = min(rules.limits.max_turns, _MAX_TURNS)

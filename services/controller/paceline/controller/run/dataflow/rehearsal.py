@@ -45,7 +45,7 @@ _PUSHED = {"weights/pause_ms": 0.0, "perf/num_gpus": 0.0}
 
 
 async def rehearse(flow: Dataflow, config: RunConfig, inputs: Inputs) -> str:
-    """Runs step 1 twice; returns in words what it did.
+    """Runs step 1 twice; returns a description of the step.
 
     Raises:
         PacelineError: the dataflow breaks a rule, raises an error, or does something else the second time.

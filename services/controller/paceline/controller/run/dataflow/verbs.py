@@ -137,7 +137,7 @@ class Verbs:
         Args:
             value: the prompt, as in a data file.
             of: the prompt from which the new one comes, and which determines its scoring.
-            ground_truth: the ground truth for scorers; None: that of `of`.
+            ground_truth: the ground truth for scorers; None: the ground truth of `of`.
 
         Returns:
             None if the prompt is longer than data.max_prompt_length tokens.

@@ -90,7 +90,7 @@ def _own_code(config: RunConfig) -> dict[str, list[str]]:
 
 
 def _changes(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Returns what the user has changed in their own code since the last start."""
+    """Returns the changes of the user's own code since the last start."""
     for key, (reference, digest) in now.items():
         earlier, known = before.get(key, (reference, digest))
         if (earlier, known) != (reference, digest):
@@ -99,7 +99,7 @@ def _changes(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Returns, by key, the settings that must not change within a run: those of prompts and answers."""
+    """Returns the settings that must not change within a run, by key: those of prompts and answers."""
     data, rollout = config.data, config.rollout
     sampling = config.algorithm.dynamic_sampling
     return {

@@ -230,8 +230,7 @@ async def save_trajectories(
 async def saving_trajectories(
     run: Run, step: int, batch: Batch, prompts: Mapping[int, Prompt], mailboxes: Mailboxes
 ) -> AsyncIterator[None]:
-    """Writes a trained batch's samples while the block runs; the file is complete when the block ends in
-    order.
+    """Writes a trained batch's samples while the block runs; the file is complete after it.
 
     They are also written when the guard ends the run, because the last samples show why.
     """

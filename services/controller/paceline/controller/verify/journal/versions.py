@@ -49,8 +49,7 @@ class Versions:
         self._compare(step, policy, what, "the step's policy", entry)
 
     def _compare(self, version: int, policy: str, what: str, role: str, entry: JournalEntry) -> None:
-        """Notes a breach if `policy` is not that of a committed version; the message names the version's
-        role."""
+        """Notes a breach if `policy` is not the committed policy of a version, whose role is `role`."""
         commit = self._commits.get(version)
         committed = "nothing" if commit is None else f"v{version}@{commit.digest}"
         if policy != committed:

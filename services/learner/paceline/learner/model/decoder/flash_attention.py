@@ -112,7 +112,7 @@ class Lengths:
 
     Attributes:
         queries: (N + 1,) int32, from 0 to the number of queries.
-        keys: (N + 1,) int32, the same for keys.
+        keys: (N + 1,) int32, from 0 to the number of keys.
         max_queries, max_keys: numbers in the longest sequence.
     """
 

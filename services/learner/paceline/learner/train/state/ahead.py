@@ -126,7 +126,7 @@ class WorkAhead:
         self._gradient, self._is_refused = None, True
 
     def drop_gradient(self) -> None:
-        """Drops what was added to the gradient."""
+        """Drops the gradient that was begun."""
         gradient, self._gradient = self._gradient, None
         if gradient is not None and gradient.chunks:
             self._actor.drop_gradient(self._ranks)

@@ -53,7 +53,7 @@ def float32_step(
     steps: list[Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """Takes AdamW's step on parameters with averages in float32; changes all but the gradients."""
+    """Takes AdamW's step on parameters with averages in float32; changes everything except the gradients."""
     beta1, beta2 = group["betas"]
     adamw(
         parameters,

@@ -65,8 +65,7 @@ def _num_bytes(form: Form) -> int:
 
 @torch.no_grad()
 def step_in_parts(optimizer: torch.optim.AdamW) -> None:
-    """Takes a step with averages in host memory or in 8 bits; with float32 averages, as
-    `optimizer.step()`."""
+    """Takes `optimizer.step()` with averages in host memory or in 8 bits, part by part."""
     way_back = _WayBack()
     for group in optimizer.param_groups:
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):

@@ -112,7 +112,7 @@ class Sharing:
 
 
 def step_of(update: Tensor) -> Tensor:
-    """Returns what `torch.optim.Muon` adds to a matrix at learning rate 1 without momentum."""
+    """Returns the change that `torch.optim.Muon` makes to a matrix at learning rate 1 without momentum."""
     scratch = nn.Parameter(torch.zeros_like(update))
     scratch.grad = update
     library = torch.optim.Muon(

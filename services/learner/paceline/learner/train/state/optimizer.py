@@ -327,7 +327,7 @@ class Trainable(Generic[N]):
             else:
                 total = sums if total is None else total + sums
         if failed:
-            forget_broken_pass(self.network)  # drops what the filler passes left in FSDP
+            forget_broken_pass(self.network)  # drops the filler passes' state in FSDP
         num_failed = int(ranks.world.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
         return (None if failed else total), num_failed
 

@@ -24,7 +24,7 @@ def load_full(
     Args:
         model: SGLang's live model.
         model_type: as in the model's config.json.
-        reload: loads checkpoint tensors and does what SGLang does after loading; by default the model's
+        reload: loads checkpoint tensors and takes SGLang's steps after loading; by default the model's
             `load_weights`.
 
     The returned function raises ModelError if the loader did not write a parameter, or moved one to another

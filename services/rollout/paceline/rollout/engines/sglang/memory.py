@@ -1,8 +1,8 @@
 """Sizes SGLang's KV cache by a share of the GPU, as `rollout.gpu_memory_utilization` means it.
 
-SGLang's own `mem_fraction_static` is a share of what was free when the process began, and what other
-processes take meanwhile (a learner, another engine) counts as its own. Here the budget is a share of all of
-the GPU's memory, of which only this process's own use is subtracted:
+SGLang's own `mem_fraction_static` is a share of the memory that was free when the process began, and memory
+that other processes take meanwhile (a learner, another engine) counts as its own. Here the budget is a share
+of all of the GPU's memory, of which only this process's own use is subtracted:
 
     cache = share * total - context - reserved after loading - activations and graphs
 """

@@ -1,4 +1,4 @@
-"""Draws in SGLang by seed and position, and gives the log-probability of what was drawn.
+"""Draws in SGLang by seed and position, and returns the log-probabilities of the drawn tokens.
 
 SGLang's own sampler honours seeds only in its deterministic mode, and draws otherwise when a request with
 top-p is in the same batch. Registered as a sampling backend, this one draws all rows in the same way.

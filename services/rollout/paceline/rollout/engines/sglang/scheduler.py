@@ -51,7 +51,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         return RpcReqOutput(success=True, message=base64.b64encode(msgpack.packb(replies)).decode())
 
     def paceline_facts(self) -> Reply:
-        """Returns what the server needs to know of the engine that has started."""
+        """Returns facts about the engine that has started, for the server."""
         return {
             "kv_cache_tokens": int(self.max_total_num_tokens),
             "vocab_size": int(self.model_config.vocab_size),

@@ -51,14 +51,14 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
     except TimeoutError:
         hint = "its processes hang; the engine must be restarted"
         raise DeadlineError(phase=what, peer=LocalPart.ENGINE, seconds=seconds, hint=hint) from None
-    except Exception as error:  # vLLM wraps what a worker raised in a bare Exception
+    except Exception as error:  # vLLM wraps a worker's exception in a bare Exception
         if llm.errored:
             raise engine_died() from error
         raise WeightSyncError(f"{what} failed in the engine: {error}") from error
 
 
 def engine_died() -> PeerLostError:
-    """Returns the error for a dead engine, with what its processes said last."""
+    """Returns the error for a dead engine, with the last exception of its processes."""
     cause = of_death()
     return PeerLostError(
         f"the inference engine has died: {cause or 'its last lines are in the log of this server'}",

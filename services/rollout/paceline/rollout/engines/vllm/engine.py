@@ -207,7 +207,7 @@ class VllmEngine(RankedEngine):
         return self._log_probs is not None
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """Returns what requests under way have drawn so far."""
+        """Returns the samples of requests under way, as far as they have been drawn."""
         return await self._under_way.drawn(wanted)
 
     async def sleep(self) -> int:

@@ -29,7 +29,7 @@ class Reloader:
     Args:
         model: the live model.
         reload: vLLM's loading of checkpoint tensors in place; it must call `model.load_weights` once.
-        finish: vLLM's end of a reload: puts every layer's parameters back and forgets what was collected.
+        finish: vLLM's end of a reload: puts every layer's parameters back and forgets the collected weights.
         model_type: as in the model's config.json.
     """
 

@@ -1,5 +1,4 @@
-"""Finds, from the trace of a model's loading, which slices of the learner's tensors the model needs, and
-where."""
+"""Finds, in the trace of a model's loading, the slices of the learner's tensors that it needs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class _Copy:
 
 
 def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type: str) -> LoadTrace:
-    """Makes the model load stand-ins, and records what it copies.
+    """Makes the model load stand-ins, and records the copies that it makes.
 
     Constants that a loader writes (padding) are written; nothing else changes.
 
@@ -171,7 +171,7 @@ def _copied(
 
 @contextlib.contextmanager
 def watch_processing(model: nn.Module, trace: LoadTrace) -> Iterator[None]:
-    """Adds to the trace what the engine does to the parameters while it converts weights to kernel format."""
+    """Adds to the trace how the engine changes the parameters while it converts weights to kernel format."""
     before = _parameters(model)
     spy = _Spy(before)
     with spy:

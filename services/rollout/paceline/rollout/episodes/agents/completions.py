@@ -42,7 +42,7 @@ class RefusedRequestError(Exception):
 class ChatRequest:
     """What a client asks for.
 
-    `max_tokens` is None where the client sets no limit. `ignored` names the settings that are not applied.
+    `max_tokens` is None if the client sets no limit. `ignored` names the settings that are not applied.
     """
 
     messages: tuple[Message, ...]
@@ -88,12 +88,12 @@ def read_request(
 
     Args:
         data: JSON.
-        model, temperature: those of the run.
+        model, temperature: name and temperature of the run's policy.
         to_chat: converts a request in another form to a chat completion's.
 
     Raises:
-        RefusedRequestError: the body is not such a request, or asks for what a policy under training cannot
-            give.
+        RefusedRequestError: the body is not such a request, or has options that a policy under training does
+            not support.
     """
     if data.count(b"[") + data.count(b"{") > _MAX_VALUES:
         raise _bad(f"the body has more than {_MAX_VALUES} brackets")

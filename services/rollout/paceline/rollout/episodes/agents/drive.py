@@ -4,7 +4,7 @@
 
 Consumes: requests from the endpoint, the engine. Unblocked by: the session's `run`, which has a deadline; the
 sampler's deadline bounds the whole episode. Produces: one `Draw`, of one segment or several. Requests are
-answered one after the other; what the agent does meanwhile counts as the time of its tools.
+answered one after the other; the agent's time between them counts as the time of its tools.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Episode:
         return replace(answer, problems=tuple(call for call in action.tool_calls if call.problem))
 
     async def _place(self, request: ChatRequest) -> AnswerSlot:
-        """Returns where the answer belongs; what a request adds to a conversation may end the episode."""
+        """Returns where the answer belongs; a request that adds too much ends the episode."""
         rules, standing, idle_s = self._driven.rules, self._standing, self._idle_s()
         is_first = not self._conversation.segments
         room = rules.limits.max_response_tokens - standing.num_response

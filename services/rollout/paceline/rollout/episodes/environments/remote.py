@@ -212,8 +212,7 @@ class RemoteSession:
         )
 
     async def run(self, base_url: str, token: str, model: str) -> str:
-        """Makes the service drive the episode. A broken call is not repeated, because the episode would
-        restart."""
+        """Makes the service drive the episode. A broken call is not repeated: the episode would restart."""
         request = pb.RunEpisodeRequest(episode=self._episode, base_url=base_url, token=token, model=model)
         with self._losses("Run"):
             answer = await channels.call(

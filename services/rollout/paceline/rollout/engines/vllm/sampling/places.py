@@ -16,7 +16,7 @@ from paceline.rollout.engines.sampling.draw import uniforms
 class Places:
     """Tables with a row per request: the numbers that its tokens are drawn by, and its log-probabilities.
 
-    When rows run out, those of requests that have ended are copied to the host until they are fetched.
+    When rows run out, rows of ended requests are copied to the host until they are fetched.
 
     Args:
         num_rows: number of rows; more than the requests that run at a time.

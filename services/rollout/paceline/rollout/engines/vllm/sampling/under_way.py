@@ -48,7 +48,7 @@ class UnderWay:
             self._ended.pop(request_id, None)
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """Fetches what requests under way have drawn so far, by Paceline's ids; see `Engine.drawn`."""
+        """Fetches the drawn parts of requests under way, by Paceline's ids; see `Engine.drawn`."""
         ended = {
             name: _after(self._ended[name], first) for name, first in wanted.items() if name in self._ended
         }

@@ -131,7 +131,7 @@ def layers_with_states(folder: Path) -> dict[str, Any]:
 
 
 def cpu_cache(config: RunConfig) -> dict[str, int]:
-    """Bounds the KV cache by what samples can use; {} if rollout.kv_cache_gib is smaller, or with episodes.
+    """Bounds the KV cache by the samples' needs; {} if rollout.kv_cache_gib is smaller, or with episodes.
 
     vLLM fills the cache with zeros at its start, which takes longer than the rest of a small model's start.
     With episodes the cache is not bounded, because it also keeps their earlier turns.

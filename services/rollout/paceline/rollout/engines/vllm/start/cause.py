@@ -40,7 +40,7 @@ def may_pass(error: str, cause: str) -> bool:
 
 
 class ErrorOutput:
-    """Reads what is written to standard error from now on, if that is a file, as under `paceline train`."""
+    """Reads standard error as written from now on, if it is a file, as under `paceline train`."""
 
     def __init__(self) -> None:
         self._start = os.fstat(sys.stderr.fileno()).st_size if self._is_file() else 0

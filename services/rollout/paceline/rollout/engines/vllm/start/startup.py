@@ -79,7 +79,7 @@ async def built(building: asyncio.Future[None], processes: EngineProcesses) -> N
 
     Raises:
         FailedStartError: a process was stopped, as by SIGSTOP, and not continued for seconds.
-        PacelineError: what `build` raised.
+        PacelineError: the error that `build` raised.
     """
     try:
         while not building.done():
