@@ -85,7 +85,7 @@ class FleetUsage:
             process = self._processes[name] = _Process(
                 kind=kind, incarnation=incarnation, since=now, last=now
             )
-        if usage.cpu_seconds < process.last[1]:  # a child was killed, and nobody has its time
+        if usage.cpu_seconds < process.last[1]:  # the time of a killed child is lost
             process.since = now
         process.last, process.memory_bytes = now, usage.memory_bytes
         for gpu in usage.gpus:

@@ -10,7 +10,7 @@ from paceline.controller.batch.collect import Batch
 from paceline.core.guard import Histories, Reading
 from paceline.core.samples.trajectory import ScoredHeader
 
-_OF_A_REWARD = "reward:"  # how the reason of such a dropped group begins
+_OF_A_REWARD = "reward:"  # begins the reason of a group that was dropped for its rewards
 _FAILED = "/failed"
 
 

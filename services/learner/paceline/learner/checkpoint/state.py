@@ -85,7 +85,7 @@ class HostCopy:
             _padded(local_part(tensor)) for tensors in state.values() for tensor in tensors.values()
         )
         if num_bytes != self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old one before the new one exists
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one exists
             is_cuda = self._device.type == "cuda"
             self._buffer = pinned_memory(num_bytes) if is_cuda else torch.empty(num_bytes, dtype=torch.uint8)
         copied: State = {}

@@ -105,6 +105,6 @@ def _error_of(name: str, message: str) -> PacelineError:
     kind = getattr(errors, name, PacelineError)
     try:
         error = kind(message)
-    except TypeError:  # this class needs more than a message
+    except TypeError:  # the class's constructor needs more than a message
         error = PacelineError(message)
     return error if isinstance(error, PacelineError) else PacelineError(message)

@@ -188,7 +188,7 @@ class CommandLoop:
 
 def _leave_reason(ranks: Ranks, error: BaseException) -> None:
     """Writes why this rank ends where its peers look for it."""
-    with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
+    with contextlib.suppress(RuntimeError):  # rank 0 held the store, and may be gone
         ranks.store.set(
             _REASON_KEYS.format(rank=ranks.world.rank), f"{type(error).__name__}: {_first_line(error)}"
         )
@@ -198,7 +198,7 @@ def _find_reason(ranks: Ranks) -> tuple[int | None, str]:
     """Returns the lowest other rank that left a reason, and the reason; (None, "") if none did."""
     for rank in range(ranks.world.size):
         key = _REASON_KEYS.format(rank=rank)
-        with contextlib.suppress(RuntimeError):  # the store went with rank 0
+        with contextlib.suppress(RuntimeError):  # rank 0 held the store, and is gone
             if rank != ranks.world.rank and ranks.store.check([key]):
                 return rank, ranks.store.get(key).decode(errors="replace")
     return None, ""

@@ -118,5 +118,5 @@ def _form(
 ) -> DeviceMesh:
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)  # torch's own is up to half an hour
+        _set_pg_timeout(timeout, group)  # torch's default is up to half an hour
     return mesh

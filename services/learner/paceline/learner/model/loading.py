@@ -246,7 +246,7 @@ def forget_forward_passes(network: nn.Module) -> None:
     state._comm_ctx.post_forward_order.clear()
     for part in state._state_ctx.all_states:
         groups = getattr(part, "_fsdp_param_groups", None)
-        for group in (part._fsdp_param_group,) if groups is None else groups:  # torch < 2.13 has only one
+        for group in (part._fsdp_param_group,) if groups is None else groups:  # torch before 2.13 has one
             if group is not None:
                 group._post_forward_indices.clear()
 

@@ -209,7 +209,7 @@ def _gather(
         is_refused = False
         if shared is not None and sharing.is_unchecked:
             with stopwatch.phase("shared_prompts"):
-                learner.ahead.drop_gradient()  # the check would destroy it
+                learner.ahead.drop_gradient()  # the check would destroy the gradient
                 budget = planner.budget(lengths([rows[place] for place in chunks[shared].rows]))
                 is_refused = sharing.refuses(learner.actor, batches[shared][0].sources, ranks, budget)
         if not is_refused:

@@ -163,7 +163,7 @@ def _seed_generators(seed: int | None) -> None:
         return
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)  # it takes at most 32 bits
+        numpy.random.seed(seed % 2**32)  # numpy takes at most 32 bits
 
 
 def _score_batch(

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serves a reward model, or attaches it to a run; returns the exit code."""
     args = _parse(arguments)
     if args.ready_file is not None:
-        args.ready_file.unlink(missing_ok=True)  # a killed predecessor left it
+        args.ready_file.unlink(missing_ok=True)  # left by a killed predecessor
     die_with_parent()
     try:
         if args.config is not None:

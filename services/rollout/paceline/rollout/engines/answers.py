@@ -22,7 +22,7 @@ def answered(method: Callable[[], Reply], receiver: RankReceiver | None) -> Repl
     """Returns what a method of this rank returns, or its error as a value."""
     try:
         return method()
-    except Exception as error:  # the boundary: the error travels to the caller as a value
+    except Exception as error:  # errors travel to the caller as values
         logger.warning("%s failed", _name(method), exc_info=True)
         rank = receiver.rank_ref if receiver is not None else None
         return {"error": _described(error) | {"rank": rank and peer_to_plain(rank)}}

@@ -145,7 +145,7 @@ class Joiner:
         return plain
 
     def _between(self, messages: Sequence[dict[str, object]], question: str) -> str:
-        if self.tool_role == "user":  # such templates want users and assistants to alternate
+        if self.tool_role == "user":  # such templates require users and assistants to alternate
             messages = [{"role": "user", "content": "\n".join(str(m["content"]) for m in messages)}]
         before = [{"role": "user", "content": question}, {"role": "assistant", "content": _MARK}]
         text = self._render([*before, *messages])

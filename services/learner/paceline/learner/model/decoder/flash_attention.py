@@ -220,7 +220,7 @@ def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel | None:
 def _is_installed() -> bool:
     try:
         return importlib.util.find_spec(PACKAGE) is not None
-    except ImportError:  # no flash_attn, or one that does not load
+    except ImportError:  # flash_attn is missing, or does not load
         return False
 
 

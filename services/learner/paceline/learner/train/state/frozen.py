@@ -67,7 +67,7 @@ class HostShards:
             yield
         finally:
             if self._on_gpu:
-                torch.cuda.synchronize(self._storages[0].device)  # another stream may still gather them
+                torch.cuda.synchronize(self._storages[0].device)  # another stream may still gather the shards
             self._empty()
 
     def _empty(self) -> None:

@@ -24,7 +24,7 @@ SORTED_TOKENS = 1 << 22
 _GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
-_BITS: Final = 48  # so few that a number times a float64 sum stays below the sum
+_BITS: Final = 48  # so few that the product of a number and a float64 sum stays below the sum
 
 
 def uniforms(seeds: Tensor, length: int) -> Tensor:
@@ -75,7 +75,7 @@ def truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
         top_p: (B,): the likeliest tokens are kept until their probabilities add up to this; 1 keeps all.
         top_k: (B,), int64: the largest number of tokens that are kept; 0: all.
     """
-    rows = max(1, SORTED_TOKENS // log_probs.shape[-1])  # a part at a time: an engine leaves little memory
+    rows = max(1, SORTED_TOKENS // log_probs.shape[-1])  # in parts: an engine leaves little memory
     parts = zip(*(torch.split(x, rows) for x in (log_probs, top_p, top_k)), strict=True)
     return torch.cat([_truncated(*part) for part in parts])
 

@@ -70,7 +70,7 @@ class UnderWay:
         packed, versions, known = await self._read(internal, starts, [len(part) for part in parts])
         values, told, first, samples = np.frombuffer(packed, dtype=np.float32), iter(versions), 0, {}
         for name, token_ids, is_known in zip(ids, parts, known, strict=True):
-            if not is_known:  # it has ended meanwhile, and its sample will arrive
+            if not is_known:  # the request has ended meanwhile, and its sample will arrive
                 continue
             samples[name] = Sample(
                 token_ids=token_ids,

@@ -25,7 +25,7 @@ def load(folder: Path) -> None:
             continue
         try:
             ModelRegistry.register_model(architecture, known.load_model_cls())
-        except Exception:  # whatever an import raises
+        except Exception:  # an import may raise anything
             log.debug("vLLM's %s is not loaded ahead", architecture, exc_info=True)
 
 

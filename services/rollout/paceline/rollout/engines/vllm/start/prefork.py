@@ -54,7 +54,7 @@ def begin() -> None:
         with without_collections():
             for name in (*MODULES, *_IN_SERVER):
                 importlib.import_module(name)
-    except Exception:  # whatever an import raises
+    except Exception:  # an import may raise anything
         log.debug("vLLM cannot be imported", exc_info=True)
         return
     _fork()
