@@ -63,7 +63,7 @@ class PassCollectives:
                     module.set_all_reduce_hook(partial(self._note_averaged, module))
 
     def begin(self, *, again: bool, still_gathered: bool) -> None:
-        """Begins a pass.
+        """Begins to count the collectives of a pass.
 
         Args:
             again: this pass repeats the one that failed last, with all weights sharded. Its gradient is

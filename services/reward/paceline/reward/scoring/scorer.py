@@ -51,7 +51,7 @@ class Scorer(Protocol):
         ...
 
     async def start(self) -> None:
-        """Makes the scorer ready.
+        """Makes the scorer ready to score items.
 
         Raises:
             ConfigError: the scorer's configuration is unusable.
