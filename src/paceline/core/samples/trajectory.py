@@ -16,6 +16,7 @@ import numpy.typing as npt
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.expert_choices import ExpertChoices
 from paceline.core.samples.images import Image
 from paceline.core.samples.normalizing import Part
 
@@ -112,6 +113,9 @@ class Trajectory:
 
     `policy` sampled the first token. If it did not sample all tokens, `ranges` say which policy sampled which
     ones.
+
+    `expert_choices` are those of the engine for all P + R tokens, with `actor.router_replay`. The last token of
+    a sequence has none, because the engine never computes it.
     """
 
     run_id: str
@@ -127,6 +131,7 @@ class Trajectory:
     segment_starts: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
     ranges: tuple[PolicyRange, ...] = ()
+    expert_choices: ExpertChoices | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

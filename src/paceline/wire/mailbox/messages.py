@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError
+from paceline.core.samples.expert_choices import ExpertChoices, choices_digest
 from paceline.core.samples.trajectory import (
     FinishReason,
     Float32Array,
@@ -93,8 +96,13 @@ def decode_prompt_group(data: bytes, *, vocab_size: int | None = None) -> Prompt
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Packs a sample with its arrays as a blob."""
-    return pack(
+    """Packs a sample with its arrays as a blob.
+
+    The engine's choices of experts follow the message, which has their digest. So the blob's digest covers
+    them, and can be computed without them.
+    """
+    choices = trajectory.expert_choices
+    packed = pack(
         TRAJECTORY,
         {
             "run_id": trajectory.run_id,
@@ -110,8 +118,23 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "segment_starts": list(trajectory.segment_starts),
             "images": pack_images(trajectory.images),
             **pack_ranges(trajectory.ranges),
+            **({} if choices is None else {"expert_choices": values_of(choices, without=("array",))}),
         },
     )
+    if choices is None or choices.array is None:
+        return packed
+    return packed + choices.array.astype(f"<u{choices.item_bytes}", copy=False).tobytes()
+
+
+def _message_bytes(blob: bytes) -> int:
+    """Returns the size of the message at the beginning of a blob; all of it if there is no message."""
+    unpacker = msgpack.Unpacker(max_buffer_size=LIMITS.max_bytes)
+    try:
+        unpacker.feed(blob)
+        unpacker.skip()
+    except (ValueError, msgpack.UnpackException, msgpack.BufferFull):
+        return len(blob)
+    return int(unpacker.tell())
 
 
 def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajectory:
@@ -120,7 +143,9 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    fields = unpack(TRAJECTORY, data)
+    end = _message_bytes(data)
+    fields = unpack(TRAJECTORY, data[:end])
+    prompt = fields.token_ids("prompt_token_ids", vocab_size)
     response = fields.token_ids("response_token_ids", vocab_size)
     log_probs = fields.array("response_log_probs", "<f4", min_items=1)
     mask = fields.array("response_mask", "|u1", min_items=1)
@@ -139,7 +164,7 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
         run_id=fields.name("run_id"),
         trajectory_id=read_trajectory_id(fields),
         policy=read_policy(fields),
-        prompt_token_ids=fields.token_ids("prompt_token_ids", vocab_size),
+        prompt_token_ids=prompt,
         response_token_ids=response,
         response_log_probs=log_probs,
         response_mask=mask,
@@ -149,7 +174,29 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
         segment_starts=_read_segment_starts(fields, mask),
         images=read_images(fields),
         ranges=read_ranges(fields, len(response)),
+        expert_choices=_read_expert_choices(fields, data[end:], len(prompt) + len(response)),
     )
+
+
+def _read_expert_choices(fields: Fields, data: bytes, num_tokens: int) -> ExpertChoices | None:
+    """Reads the choices of experts from the bytes behind the message."""
+    if fields.missing("expert_choices"):
+        if data:
+            fields.reject("not_msgpack", f"{len(data)} bytes behind the message")
+        return None
+    nested = fields.nested("expert_choices")
+    item_bytes = nested.integer("item_bytes", minimum=1, maximum=2)
+    shape = (
+        num_tokens,
+        nested.integer("num_layers", minimum=1, maximum=LIMITS.max_items),
+        nested.integer("num_chosen", minimum=2, maximum=LIMITS.max_items),
+    )
+    if len(data) != math.prod(shape) * item_bytes:
+        nested.reject("unequal_lengths", f"{len(data)} bytes for an array of shape {shape} x {item_bytes} bytes")
+    if choices_digest(data) != nested.name("digest"):
+        nested.reject("inconsistent", "the bytes behind the message are not those of its digest")
+    array = np.frombuffer(data, dtype=f"<u{item_bytes}").astype(f"u{item_bytes}").reshape(shape)
+    return ExpertChoices.of(array)
 
 
 def _read_segment_starts(fields: Fields, mask: Any) -> tuple[int, ...]:
@@ -183,8 +230,11 @@ def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
 
 
 def blob_digest(blob: bytes) -> str:
-    """Returns an encoded trajectory's digest, which headers carry: blake2b, 16 bytes, hexadecimal."""
-    return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
+    """Returns an encoded trajectory's digest, which headers carry: blake2b, 16 bytes, hexadecimal.
+
+    It is that of the message, which has a digest of what follows it (`decode_trajectory` compares).
+    """
+    return hashlib.blake2b(memoryview(blob)[: _message_bytes(blob)], digest_size=DIGEST_BYTES).hexdigest()
 
 
 def check_log_probs(fields: Fields, log_probs: Any) -> None:
