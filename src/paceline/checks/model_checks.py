@@ -14,10 +14,11 @@ from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models.facts import config_tree, family_of
-from paceline.models.model_shape import ModelShape
+from paceline.models.model_shape import ModelShape, choice_bytes
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
 from paceline.storage.models import local_model
+from paceline.wire import LIMITS
 
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
@@ -100,9 +101,36 @@ def model_line(config: RunConfig) -> str:
 
 
 def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
-    """Refuses load balancing for a model without experts, whose number has several names in config.json."""
+    """Refuses what concerns experts for a model without, and choices of experts that are too large.
+
+    The number of experts has several names in config.json.
+    """
     has_experts = any("experts" in key and value for key, value in text.items())
     config.actor.require_experts(config.model.path, has_experts=has_experts)
+    if config.actor.router_replay:
+        _room_for_choices(config, text)
+
+
+def _room_for_choices(config: RunConfig, text: Mapping[str, Any]) -> None:
+    """Checks that the choices of experts fit into messages and broker."""
+    if text.get("num_experts_per_tok") == 1:
+        raise ConfigError(
+            f"actor.router_replay: {config.model.path} sends a token to one expert, and two or more are needed; "
+            "leave it out"
+        )
+    longest = choice_bytes(text) * config.max_model_len
+    if longest > LIMITS.max_bytes // 2:
+        raise ConfigError(
+            "actor.router_replay: the choices of experts of data.max_prompt_length + data.max_response_length = "
+            f"{config.max_model_len} tokens take {longest >> 20} MiB, a sample may have "
+            f"{LIMITS.max_bytes >> 21}; lower the lengths"
+        )
+    broker, step = config.broker.max_memory_mib, longest * config.data.train_batch_size * config.rollout.n
+    if broker is not None and step > broker << 20:
+        raise ConfigError(
+            f"actor.router_replay: a step's choices of experts take up to {step >> 20} MiB, and the broker has "
+            f"broker.max_memory_mib={broker}; raise it"
+        )
 
 
 def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.models.facts import family_of
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FLOAT32_STATES = 9
 """Number of float32 tensors, as wide as the states, that the tower's rotary embedding creates."""
 
@@ -194,7 +195,7 @@ class ModelShape:
             hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
             head_dim = int(tree.get("head_dim") or hidden // heads)
             num_layers, dense = int(tree["num_hidden_layers"]), _number(tree, "intermediate_size")
-            num_experts = _number(tree, "num_experts", "num_local_experts", "n_routed_experts")
+            num_experts = _number(tree, *_NUM_EXPERTS)
             inner = _number(tree, "moe_intermediate_size") if num_experts else 0
             shared = _number(tree, "n_shared_experts") * inner
             if num_experts:
@@ -374,7 +375,31 @@ def _number(tree: Mapping[str, Any], *names: str) -> int:
 
 
 def _num_dense(tree: Mapping[str, Any], num_layers: int) -> int:
-    """Counts layers without experts: the first (DeepSeek), named ones, or all except every n-th (Qwen)."""
+    """Counts the layers without experts."""
+    return num_layers - len(layers_with_experts(tree))
+
+
+def layers_with_experts(tree: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the numbers of the layers with experts in a model that has some, by its config.json.
+
+    Layers without are those that it names, the first ones (DeepSeek), or all but every n-th (Qwen).
+    """
+    tree = tree.get("text_config") or tree
+    layers = range(int(tree["num_hidden_layers"]))
+    if kinds := tree.get("mlp_layer_types"):
+        return tuple(layer for layer in layers if kinds[layer] == "sparse")
     first, step = _number(tree, "first_k_dense_replace"), _number(tree, "decoder_sparse_step") or 1
     named = set(tree.get("mlp_only_layers") or ())
-    return sum(index < first or index in named or (index + 1) % step != 0 for index in range(num_layers))
+    return tuple(
+        layer for layer in layers if layer >= first and layer not in named and (layer + 1) % step == 0
+    )
+
+
+def choice_bytes(tree: Mapping[str, Any]) -> int:
+    """Returns the bytes of a token's choices of experts in all layers (`ExpertChoices`); 0 without any."""
+    tree = tree.get("text_config") or tree
+    num_experts = _number(tree, *_NUM_EXPERTS)
+    if not num_experts:
+        return 0
+    item_bytes = 1 if num_experts <= 256 else 2
+    return len(layers_with_experts(tree)) * _number(tree, "num_experts_per_tok") * item_bytes

@@ -314,4 +314,5 @@ def _joined(begun: PartialSample | None, rest: Sample) -> Sample:
         log_probs=np.concatenate([begun.log_probs, rest.log_probs]),
         finish_reason=rest.finish_reason,
         versions=tuple(versions),
+        expert_choices=rest.expert_choices,
     )

@@ -9,7 +9,9 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.core.errors import InvalidMessageError, NumericsError, PeerLostError
+from paceline.core.ids import NEVER_TRAINED
 from paceline.core.policy import PolicyRange, PolicyTag
+from paceline.core.samples.expert_choices import ExpertChoices, joined_choices
 from paceline.core.samples.images import LoadedImage
 from paceline.core.samples.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
@@ -160,4 +162,12 @@ def _trajectory(group: PromptGroup, index: int, drawn: Draw, ranges: Sequence[Po
         seed=group.seeds[index],
         segment_starts=drawn.segment_starts,
         images=group.images,
+        expert_choices=None if group.purpose in NEVER_TRAINED else _choices(drawn),
     )
+
+
+def _choices(drawn: Draw) -> ExpertChoices | None:
+    """Returns the choices of all tokens, those that the engine did not compute included."""
+    length = len(drawn.prompt_token_ids) + len(drawn.token_ids)
+    choices = joined_choices([drawn.expert_choices], [length])
+    return None if choices is None else ExpertChoices.of(choices)

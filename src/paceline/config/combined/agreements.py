@@ -202,6 +202,20 @@ def _steps_can_be_sampled_ahead(config: DerivedSettings) -> None:
         )
 
 
+def _choices_can_be_repeated(config: DerivedSettings) -> None:
+    if not config.actor.router_replay:
+        return
+    refused = {
+        "rollout.in_flight: recompute, which chooses the experts of earlier tokens again; write keep or "
+        "wait": config.rollout.in_flight == "recompute",
+        "algorithm.replay.prompts_per_step: files of trajectories, which are its buffer, have no choices of "
+        "experts; leave one of them out": config.replays,
+        "model.lora: experts take no adapters; leave one of them out": bool(config.model.lora),
+    }
+    if reason := _first_of(refused):
+        raise ValueError(f"actor.router_replay does not go with {reason}")
+
+
 def _groups_can_be_replayed(config: DerivedSettings) -> None:
     trainer, algorithm = config.trainer, config.algorithm
     if not config.replays:
@@ -357,6 +371,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _learner_can_work_ahead,
     _weights_can_arrive_in_flight,
     _steps_can_be_sampled_ahead,
+    _choices_can_be_repeated,
     _groups_can_be_replayed,
     _servers_can_validate_beside,
     _servers_can_have_other_engines,

@@ -165,6 +165,11 @@ class ActorConfig(Section):
         ge=0,
         description="Mixture of Experts: weight of the load-balancing loss (actor/load_balance).",
     )
+    router_replay: bool = Field(
+        False,
+        description="Mixture of Experts: policy and reference send each token to the experts that the engine "
+        "chose for it (R3, arXiv:2510.11370); their weights are still the learner's. docs/models.md.",
+    )
     use_kl_loss: bool = Field(False, description="Add a KL to the reference to the loss.")
     kl_loss_coef: float = Field(0.001, ge=0, description="use_kl_loss: weight of the KL.")
     kl_loss_type: KLKind = Field("k3", description=f"use_kl_loss: estimator of the KL. {KL_KINDS}")
@@ -199,11 +204,16 @@ class ActorConfig(Section):
         return self.policy_loss.arguments(default)
 
     def require_experts(self, model: str, *, has_experts: bool) -> None:
-        """Checks that the policy has experts if `load_balance_coef` is set.
+        """Checks that the policy has experts if `load_balance_coef` or `router_replay` is set.
 
         Raises:
-            ConfigError: it is set, but the model has no experts.
+            ConfigError: one is set, but the model has no experts.
         """
+        if self.router_replay and not has_experts:
+            raise ConfigError(
+                f"actor.router_replay repeats the engine's choices of experts; {model} has no experts: "
+                "leave it out"
+            )
         if self.load_balance_coef and not has_experts:
             raise ConfigError(
                 f"actor.load_balance_coef={self.load_balance_coef:g} weighs the balance of experts' load; "

@@ -80,6 +80,13 @@ STEP_METRICS: Mapping[str, str] = {
         "Mixture of Experts: how evenly each response's tokens choose experts, mean over trajectories and "
         "layers: 1 is even, experts / experts per token the worst."
     ),
+    "actor/router_replay_changed": (
+        "actor.router_replay: share of response tokens and layers in which the learner would have chosen other "
+        "experts than the engine did."
+    ),
+    "actor/router_replay_missing": (
+        "actor.router_replay: share of response tokens without choices of the engine; the learner chose."
+    ),
     "actor/NAME": "A custom policy loss's own metric.",
     "actor/entropy": "Entropy of the policy in nats per response token.",
     "actor/grad_norm": "Gradient norm before clipping, mean over mini-batches.",

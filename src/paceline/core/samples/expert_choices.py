@@ -1,8 +1,9 @@
-"""Which experts of a Mixture of Experts an engine has chosen for a sample's tokens (`actor.router_replay`)."""
+"""The experts that an engine has chosen for a sample's tokens (`actor.router_replay`)."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 ChoiceArray = npt.NDArray[Any]
-"""(T, L, K) uint8 or uint16: tokens, layers with experts, and the experts that each token was sent to. A token
-whose first two experts are the same has no choices: no engine computed it, or it did not say."""
+"""(T, L, K) uint8 or uint16: by token and layer with experts, the experts that the token was sent to.
+
+A token whose first two experts are the same has no choices: no engine computed it, or it did not say."""
 
 _DIGEST_BYTES = 16
 
@@ -46,6 +48,15 @@ class ExpertChoices:
             digest=choices_digest(array.tobytes()),
             array=array,
         )
+
+    def to_plain(self) -> dict[str, object]:
+        """Returns all but the array as plain data."""
+        return {name: getattr(self, name) for name in ("num_layers", "num_chosen", "item_bytes", "digest")}
+
+    @classmethod
+    def from_plain(cls, text: str | None) -> ExpertChoices | None:
+        """Reads `to_plain` from JSON; None for None."""
+        return None if text is None else cls(**json.loads(text))
 
 
 def choices_digest(data: bytes) -> str:

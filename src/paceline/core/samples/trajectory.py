@@ -114,8 +114,8 @@ class Trajectory:
     `policy` sampled the first token. If it did not sample all tokens, `ranges` say which policy sampled which
     ones.
 
-    `expert_choices` are those of the engine for all P + R tokens, with `actor.router_replay`. The last token of
-    a sequence has none, because the engine never computes it.
+    `expert_choices` are those of the engine for all P + R tokens, with `actor.router_replay`. The last token
+    of a sequence has none, because the engine never computes it.
     """
 
     run_id: str

@@ -118,7 +118,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "segment_starts": list(trajectory.segment_starts),
             "images": pack_images(trajectory.images),
             **pack_ranges(trajectory.ranges),
-            **({} if choices is None else {"expert_choices": values_of(choices, without=("array",))}),
+            **({} if choices is None else {"expert_choices": choices.to_plain()}),
         },
     )
     if choices is None or choices.array is None:
@@ -192,7 +192,9 @@ def _read_expert_choices(fields: Fields, data: bytes, num_tokens: int) -> Expert
         nested.integer("num_chosen", minimum=2, maximum=LIMITS.max_items),
     )
     if len(data) != math.prod(shape) * item_bytes:
-        nested.reject("unequal_lengths", f"{len(data)} bytes for an array of shape {shape} x {item_bytes} bytes")
+        nested.reject(
+            "unequal_lengths", f"{len(data)} bytes for an array of shape {shape} x {item_bytes} bytes"
+        )
     if choices_digest(data) != nested.name("digest"):
         nested.reject("inconsistent", "the bytes behind the message are not those of its digest")
     array = np.frombuffer(data, dtype=f"<u{item_bytes}").astype(f"u{item_bytes}").reshape(shape)

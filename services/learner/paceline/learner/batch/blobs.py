@@ -82,6 +82,7 @@ def fetch_rows(
             _check_replayed(trajectory, replay)
         else:
             _check_policy(trajectory, policy, newest)
+        choices = trajectory.expert_choices
         packed[index] = PackedRow(
             index=index,
             prompt_token_ids=trajectory.prompt_token_ids,
@@ -89,6 +90,7 @@ def fetch_rows(
             response_mask=trajectory.response_mask,
             response_log_probs=trajectory.response_log_probs,
             segment_starts=trajectory.segment_starts,
+            expert_choices=None if choices is None else choices.array,
         )
         if trajectory.images:
             trajectories[index] = trajectory

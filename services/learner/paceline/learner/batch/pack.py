@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.samples.expert_choices import ChoiceArray, joined_choices
 from paceline.core.samples.trajectory import Int32Array
 from paceline.learner.batch.blocks import Int64Array
 from paceline.learner.batch.images import PlacedImages, in_three, prompt_positions
@@ -60,6 +61,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
         sources=sources,
         share_prompts=share_prompts,
         images=layout.images.pack(device),
+        expert_choices=layout.packed_choices(),
     )
 
 
@@ -72,6 +74,7 @@ class _Layout:
         lengths, prefixes: arguments of `PackedSequences.of`.
         prompt_ends, response_starts: the last token of each row's prompt, and the first of its response.
         images: images of all prompts.
+        choices: by prompt and response, the choices of experts or None, and the number of tokens.
     """
 
     tokens: list[Int32Array] = field(default_factory=list)
@@ -81,6 +84,7 @@ class _Layout:
     prompt_ends: list[int] = field(default_factory=list)
     response_starts: list[int] = field(default_factory=list)
     images: PlacedImages = field(default_factory=PlacedImages)
+    choices: list[tuple[ChoiceArray | None, int]] = field(default_factory=list)
     num_tokens: int = 0
 
     @classmethod
@@ -95,6 +99,9 @@ class _Layout:
             for row in family:
                 layout.prompt_ends.append(prompt_end)
                 layout.response_starts.append(layout.num_tokens)
+                choices = row.expert_choices
+                own = None if choices is None else choices[len(prompt) :]
+                layout.choices.append((own, len(row.response_token_ids)))
                 response, *segments = np.split(row.response_token_ids, row.segment_starts)
                 layout._append(response, response_position)
                 if len(family) > 1:
@@ -112,9 +119,18 @@ class _Layout:
             return np.concatenate(self.positions).astype(np.int64)
         return np.concatenate([in_three(part) for part in self.positions], axis=1).astype(np.int64)
 
+    def packed_choices(self) -> Tensor | None:
+        """Returns the choices of all tokens, (T, L, K); None if there are none."""
+        choices = joined_choices(*zip(*self.choices, strict=True))
+        if choices is None:
+            return None
+        # Few operators take uint16, and no model has that many experts.
+        return torch.from_numpy(choices if choices.itemsize == 1 else choices.view(np.int16))
+
     def _append_prompt(self, row: PackedRow) -> int:
         """Appends a row's prompt; returns the position of the next token."""
-        prompt = row.prompt_token_ids
+        prompt, choices = row.prompt_token_ids, row.expert_choices
+        self.choices.append((None if choices is None else choices[: len(prompt)], len(prompt)))
         if not row.images:
             self._append(prompt, 0)
             return len(prompt)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.trajectory import Float32Array, Int32Array, UInt8Array
 from paceline.learner.batch.blocks import SequenceBlock
 from paceline.learner.batch.chained import ChainedSequences
@@ -59,7 +60,7 @@ class PackedRow:
     """A trajectory; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch.
 
     It is one sequence, or several: a new one begins at each of `segment_starts`, places in the response.
-    `images` are those of the prompt, in order.
+    `images` are those of the prompt, in order. `expert_choices` are the engine's, of prompt and response.
     """
 
     index: int
@@ -69,6 +70,7 @@ class PackedRow:
     response_log_probs: Float32Array
     segment_starts: tuple[int, ...] = ()
     images: tuple[PromptImage, ...] = ()
+    expert_choices: ChoiceArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -254,6 +256,8 @@ class MicroBatch:
         sources: the rows that were packed, each once, on the host; empty for a filler.
         share_prompts: whether the rows were packed with shared prompts.
         images: images of the prompts; None if there are none.
+        expert_choices: (T, L, K) uint8 or int16, on the host, the engine's choices of experts; None if no row
+            has any. A token whose first two are the same has none.
     """
 
     rows: tuple[int, ...]
@@ -268,6 +272,7 @@ class MicroBatch:
     sources: tuple[PackedRow, ...] = ()
     share_prompts: bool = False
     images: PackedImages | None = None
+    expert_choices: Tensor | None = None
 
     def with_rows(self, places: Tensor) -> MicroBatch:
         """Returns the same tokens with tables for other rows; `places` may repeat."""

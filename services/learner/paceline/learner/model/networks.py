@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +21,7 @@ from paceline.learner.distributed.context import put_together
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.model.architectures import logit_scale, logit_softcap
+from paceline.learner.model.decoder.router_replay import give_choices, use_given_choices
 from paceline.learner.model.decoder.rows import take_rows
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
@@ -36,6 +37,7 @@ class PolicyNetwork(nn.Module):
     Attributes:
         token_multiple: the body runs on a multiple of this number of tokens.
         context: ranks that share the tokens of a micro-batch; None if this rank computes all of them.
+        replaying: the routers that send tokens to the experts that the engine chose; empty for none.
     """
 
     def __init__(self, lm: nn.Module) -> None:
@@ -43,12 +45,17 @@ class PolicyNetwork(nn.Module):
         self.lm = lm
         self.token_multiple = 1
         self.context: RankGroup | None = None
+        self.replaying: tuple[nn.Module, ...] = ()
+
+    def replay_choices(self) -> None:
+        """Sends tokens to the experts that the engine chose from now on; see `use_given_choices`."""
+        self.replaying = tuple(use_given_choices(self.lm))
 
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Returns log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
-        own = hidden_states(body_of(self.lm), batch, self.token_multiple, self.context)
+        own = hidden_states(body_of(self.lm), batch, self.token_multiple, self.context, self.replaying)
         numbers = self._score(own.states, own.part_of(batch.targets), temperature, with_entropy)
         log_probs, entropy = (None if part is None else own.put_together(part) for part in numbers)
         assert log_probs is not None
@@ -153,7 +160,11 @@ class OwnStates:
 
 
 def hidden_states(
-    body: nn.Module, batch: MicroBatch, token_multiple: int = 1, context: RankGroup | None = None
+    body: nn.Module,
+    batch: MicroBatch,
+    token_multiple: int = 1,
+    context: RankGroup | None = None,
+    replaying: Sequence[nn.Module] = (),
 ) -> OwnStates:
     """Runs the body; each rank of `context` computes an equal run of the tokens.
 
@@ -163,14 +174,20 @@ def hidden_states(
     multiple = token_multiple if context is None else token_multiple * context.size
     if isinstance(context, CountedGroup) and context.exchanges.is_absent:
         context.exchanges.num_tokens = -(-batch.input_ids.shape[1] // multiple) * token_multiple
-        filler = _own_states(body, pack([], batch.input_ids.device), multiple, context)
+        filler = _own_states(body, pack([], batch.input_ids.device), multiple, context, replaying)
         num_targets = len(batch.score_positions)
         nowhere = batch.score_positions.new_tensor([num_targets])
         return replace(filler, num_targets=num_targets, places=nowhere)
-    return _own_states(body, batch, multiple, context)
+    return _own_states(body, batch, multiple, context, replaying)
 
 
-def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: RankGroup | None) -> OwnStates:
+def _own_states(
+    body: nn.Module,
+    batch: MicroBatch,
+    multiple: int,
+    context: RankGroup | None,
+    replaying: Sequence[nn.Module],
+) -> OwnStates:
     """Runs the body, with fillers up to a multiple of `multiple` tokens; returns states without fillers."""
     input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
     if multiple > 1:
@@ -190,6 +207,8 @@ def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: Rank
         inputs = {name: tensor[:, start : start + length] for name, tensor in inputs.items()}
         position_ids = position_ids[..., start : start + length]
     packed = packed.for_pass(context)
+    if replaying:
+        give_choices(replaying, batch.expert_choices, position_ids.shape[-1], start)
     output = body(**inputs, position_ids=position_ids, use_cache=False, packed=packed)
     states: Tensor = output.last_hidden_state[0]
     positions, places = batch.score_positions, None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.members import EnginePart
+from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.images import LoadedImage
 from paceline.core.samples.trajectory import FinishReason, Float32Array, Int32Array, SamplingSpec
 from paceline.weights.digest.agreement import DigestReport
@@ -44,13 +45,17 @@ class Sample:
     Greedy tokens carry the log-probabilities of temperature 1. The token that ended the response is part of
     it. R is 0 only if the engine aborted the request before its first token. `versions` has a pair for each
     part of the response that weights of one version drew: the place of its first token, and the version. A
-    push in the middle of a response begins a new part. `versions` is empty if the engine does not report it.
+    push in the middle of a response begins a new part. `versions` is empty if the engine does not tell.
+
+    `expert_choices` are those of prompt, given and drawn tokens, in layers with experts, with
+    `actor.router_replay`; the last tokens may lack. None if the engine does not tell.
     """
 
     token_ids: Int32Array
     log_probs: Float32Array
     finish_reason: FinishReason
     versions: tuple[tuple[int, int], ...] = ()
+    expert_choices: ChoiceArray | None = None
 
 
 def do_nothing() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.expert_choices import ChoiceArray, joined_choices
 from paceline.core.samples.trajectory import FinishReason, Float32Array, Int32Array, UInt8Array
 from paceline.rollout.engines.base import Sample
 
@@ -16,7 +17,8 @@ from paceline.rollout.engines.base import Sample
 class Draw:
     """A finished sample or episode in the form of its trajectory; all arrays but the prompt's are (R,).
 
-    `versions` is the `Sample`'s if the draw is a single answer, and empty for an episode.
+    `versions` is that of the `Sample` if the draw is a single answer, and empty for an episode.
+    `expert_choices` are those of all tokens, the prompt's included; the last ones may lack.
     """
 
     prompt_token_ids: Int32Array
@@ -27,6 +29,7 @@ class Draw:
     episode: EpisodeOutcome | None = None
     segment_starts: tuple[int, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
+    expert_choices: ChoiceArray | None = None
 
     @classmethod
     def joined(cls, draws: Sequence[Draw]) -> Draw:
@@ -48,6 +51,10 @@ class Draw:
             log_probs=np.concatenate(log_probs),
             mask=np.concatenate(mask),
             segment_starts=tuple(starts),
+            expert_choices=joined_choices(
+                [draw.expert_choices for draw in draws],
+                [len(draw.prompt_token_ids) + len(draw.token_ids) for draw in draws],
+            ),
         )
 
     @classmethod
@@ -60,6 +67,7 @@ class Draw:
             mask=np.ones(len(sample.token_ids), dtype=np.uint8),
             finish_reason=sample.finish_reason,
             versions=sample.versions,
+            expert_choices=sample.expert_choices,
         )
 
 
@@ -71,6 +79,7 @@ class Recorder:
         self._token_ids: list[Int32Array] = []
         self._log_probs: list[Float32Array] = []
         self._mask: list[UInt8Array] = []
+        self._choices: list[ChoiceArray] = []
         self._finish_reason = FinishReason.STOP
 
     @property
@@ -81,6 +90,9 @@ class Recorder:
     def sampled(self, sample: Sample) -> None:
         """Records a turn of the policy."""
         self._append(sample.token_ids, sample.log_probs, 1)
+        if sample.expert_choices is not None:
+            # Earlier tokens keep the choices with which they were drawn.
+            self._choices.append(sample.expert_choices[sum(map(len, self._choices)) :])
         self._finish_reason = sample.finish_reason
 
     def observed(self, token_ids: Sequence[int]) -> None:
@@ -97,6 +109,7 @@ class Recorder:
             mask=np.concatenate(self._mask),
             finish_reason=self._finish_reason,
             episode=outcome,
+            expert_choices=np.concatenate(self._choices) if self._choices else None,
         )
 
     def _append(self, token_ids: Int32Array, log_probs: Float32Array, mask: int) -> None:

@@ -24,6 +24,9 @@ from paceline.service.threads import in_thread
 _PORTION = 256
 """Samples that are in memory at once: 100 MB at 32,000 tokens each, with their tokens and log-probs."""
 
+_PORTION_WITH_CHOICES = 16
+"""The same with choices of experts, which take megabytes per sample. The file has only their digest."""
+
 _LONG_COLUMNS = ("response", "response_token_ids", "response_log_probs", "learner_log_probs")
 """Columns whose values hardly repeat: dictionaries of them took most of the time of writing a file."""
 
@@ -36,7 +39,8 @@ class TrajectoryFile:
         prompts: prompts by id, for their texts.
         sets: the name of each prompt's held-out set, by prompt id.
         with_tokens: also write token ids, and the log-probs of engine and learner.
-        with_ranges: also write which policies sampled which tokens, if there are several.
+        with_choices: also write the digest of the engine's choices of experts.
+        with_ranges: also write which policies sampled which tokens, where there are several.
 
     Attributes:
         without_tokens: prompts with a sample whose tokens were gone from the broker.
@@ -51,9 +55,11 @@ class TrajectoryFile:
         sets: Mapping[int, str] | None = None,
         with_tokens: bool = True,
         with_ranges: bool = False,
+        with_choices: bool = False,
     ) -> None:
         self._path, self._step, self._prompts, self._sets = path, step, prompts, sets or {}
         self._with_tokens, self._with_ranges = with_tokens, with_ranges
+        self._with_choices = with_choices and with_tokens
         self.without_tokens: set[int] = set()
 
     async def write(self, samples: Sequence[ScoredHeader], mailboxes: Mailboxes) -> str:
@@ -68,12 +74,15 @@ class TrajectoryFile:
         columns = _columns(self._with_tokens)
         if self._with_ranges:
             columns.append(("policy_ranges", pyarrow.string()))
+        if self._with_choices:
+            columns.append(("expert_choices", pyarrow.string()))
+        size = _PORTION_WITH_CHOICES if self._with_choices else _PORTION
         partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(columns)
         short = [_leaf(column) for column in schema if column.name not in _LONG_COLUMNS]
         options: dict[str, Any] = {"use_dictionary": short, "write_statistics": short}
         with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema, **options) as writer:
-            for start in range(0, len(samples), _PORTION):
-                portion = samples[start : start + _PORTION]
+            for start in range(0, len(samples), size):
+                portion = samples[start : start + size]
                 texts = await mailboxes.texts(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
                 if self._with_tokens:
@@ -138,7 +147,9 @@ def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:
 def _arrays(trajectory: Trajectory | None, learner_log_probs: Float32Array | None) -> dict[str, Any]:
     if trajectory is None:
         return {}
+    choices = trajectory.expert_choices
     return {
+        **({} if choices is None else {"expert_choices": json.dumps(choices.to_plain())}),
         "prompt_token_ids": trajectory.prompt_token_ids,
         "response_token_ids": trajectory.response_token_ids,
         "response_log_probs": trajectory.response_log_probs,
@@ -218,6 +229,7 @@ async def save_trajectories(
             sets=sets,
             with_tokens=with_tokens,
             with_ranges=run.config.pushes_in_flight,
+            with_choices=run.config.actor.router_replay,
         )
         digest = await file.write(batch.samples, mailboxes)
         gone = {"without_tokens": sorted(file.without_tokens)} if file.without_tokens else {}

@@ -21,6 +21,7 @@ from paceline.controller.verify.journal.term import Shape
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag, range_fault
+from paceline.core.samples.expert_choices import ExpertChoices
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
@@ -34,6 +35,7 @@ _ARRAYS = (
     "segment_starts",
 )
 _DRAWN = (*_ARRAYS, "seed", "sampling", "images", "finish_reason")
+_OPTIONAL = ("policy_ranges", "expert_choices")
 _COUNTED = {
     "num_prompt_tokens": "prompt_token_ids",
     "num_response_tokens": "response_token_ids",
@@ -92,7 +94,7 @@ class FileCheck:
                 self.faults.append(f"has {num_rows} rows, but {len(rows)} were trained or answered")
                 return num_rows
             self.can_recompute = names.issuperset(_DRAWN)
-            wanted = (*_SCALARS, "policy_ranges", *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
+            wanted = (*_SCALARS, *_OPTIONAL, *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
             present, first = [name for name in wanted if name in names], 0
             for batch in file.iter_batches(_PORTION, columns=present, use_threads=False):
                 self._check_batch(batch, rows[first : first + batch.num_rows], first)
@@ -214,6 +216,7 @@ def trajectory_of(
         seed=plain["seed"],
         segment_starts=tuple(arrays["segment_starts"].tolist()),
         images=_images(plain["images"]),
+        expert_choices=ExpertChoices.from_plain(plain.get("expert_choices")),
     )
 
 
@@ -222,7 +225,7 @@ def read_rows(path: Path, prompts: Collection[int]) -> Iterator[tuple[Mapping[st
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
-        wanted = (*_SCALARS, "policy_ranges", *_DRAWN)
+        wanted = (*_SCALARS, *_OPTIONAL, *_DRAWN)
         present = [name for name in wanted if name in file.schema_arrow.names]
         for batch in file.iter_batches(_PORTION, columns=present, use_threads=False):
             columns = {n: batch.column(n).to_pylist() for n in present if n not in _ARRAYS}

@@ -1,6 +1,8 @@
 """Handles Mixture of Experts: float32 routers, the balance of their choices, a token's active parameters.
 
 router's logits of all layers -> shares of choices and of probability per row -> balance, 1 if even
+
+`paceline.learner.model.decoder.router_replay` replaces what routers choose.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.config.run import RunConfig
 from paceline.config.training.actor import OptimConfig
-from paceline.config.training.algorithm import KLControlConfig
+from paceline.config.training.algorithm import REFERENCE, KLControlConfig
 from paceline.core.guard import Histories
 from paceline.core.samples.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
@@ -120,6 +120,8 @@ class Learner:
             adapter_seed=seed,
         )
         config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
+        if config.actor.router_replay:
+            policy.replay_choices()
         flash_attention.prepare(policy.lm.config, compute, ranks.device)
         critic = None
         if "critic" in config.needs:
@@ -137,6 +139,8 @@ class Learner:
             name: _load_frozen(config, folder, ranks, kept, compiled=options.compiled)
             for name, folder in config.frozen_folders.items()
         }
+        if config.actor.router_replay and REFERENCE in own:
+            own[REFERENCE].network.replay_choices()
         learner.frozen = {name: own.get(name) or FrozenNetwork(policy) for name in config.frozen_networks}
         return learner
 

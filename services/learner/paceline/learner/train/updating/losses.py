@@ -26,12 +26,17 @@ from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
 from paceline.learner.batch.types import Denominators, MicroBatch, TrainingBatch
 from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
+from paceline.learner.model.decoder.router_replay import changes_by_token
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.algorithm import metric_names
 from paceline.learner.train.state.optimizer import Scaling
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
 """Token means that every policy loss reports; 0 if a loss has no such metric, as without a clip."""
+
+
+REPLAY_METRICS = ("router_replay_changed", "router_replay_missing")
+"""Token means with `actor.router_replay`, as `changes_by_token` returns them."""
 
 
 class PolicyLoss:
@@ -54,6 +59,7 @@ class PolicyLoss:
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
         self._metrics = metric_names(config, loss)
         own = [name for name in self._metrics if name not in STANDARD_METRICS]
+        own += REPLAY_METRICS if network.replaying else ()
         self._token_metrics = (*STANDARD_METRICS, *own)
         self._num_routers = len(routers(network.lm))
         balance = ("load_balance",) if self._num_routers else ()
@@ -89,7 +95,7 @@ class PolicyLoss:
             balance = self._load_balance(choices, batch, denominators)
             total = total + self._actor.load_balance_coef * balance
             extra.append(balance)
-        means = {**metrics, "entropy": _mean_of(entropy.detach(), batch)}
+        means = {**metrics, "entropy": _mean_of(entropy.detach(), batch), **self._replay_means(batch)}
         sums = _sums(total, batch, means, self._token_metrics, denominators)
         return total, torch.cat([sums, torch.stack(extra).detach().double()])
 
@@ -122,6 +128,15 @@ class PolicyLoss:
         """Returns the share of the mini-batch's mean over tokens of correct responses; 0 without any."""
         mask = part.positive_mask(self._actor.positive_above)
         return -log_probs.where(mask, 0.0).sum() / max(1, denominators.num_positive_tokens)
+
+    def _replay_means(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Returns REPLAY_METRICS of the last pass; {} without a replay."""
+        replaying = self._network.replaying
+        if not replaying:
+            return {}
+        flat = changes_by_token(replaying, batch, self._network.context)
+        tables = (batch.table(part) for part in flat)
+        return {name: _mean_of(table, batch) for name, table in zip(REPLAY_METRICS, tables, strict=True)}
 
     def _load_balance(
         self, choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, denominators: Denominators

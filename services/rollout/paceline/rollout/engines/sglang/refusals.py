@@ -156,6 +156,10 @@ def _lacking(config: RunConfig) -> list[str]:
             f"rollout.in_flight: {rollout.in_flight}, because it does not tell which weights drew which "
             f"token: write wait, {other}"
         )
+    if config.actor.router_replay:
+        lacking.append(
+            f"actor.router_replay, because its choices of experts are not read: leave it out, {other}"
+        )
     if config.data.image_key is not None or family.takes_images:
         lacking.append(f"prompts with images: leave out data.image_key and take a text model, {other}")
     if family.has_states:

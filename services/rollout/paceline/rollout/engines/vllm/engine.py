@@ -17,6 +17,8 @@ from typing import Any, Self
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import EnginePart, LocalPart
+from paceline.models.facts import config_tree
+from paceline.models.model_shape import layers_with_experts
 from paceline.rollout.engines.answers import Reply
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
@@ -45,9 +47,16 @@ _WORKER_END_S = 0.5
 class VllmEngine(RankedEngine):
     """An `Engine` over AsyncLLM; made by `start`. Each method's promise is in `engines/base.py`."""
 
-    def __init__(self, llm: Any, processes: EngineProcesses, *, has_tower: bool = False) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        processes: EngineProcesses,
+        *,
+        has_tower: bool = False,
+        expert_layers: Sequence[int] = (),
+    ) -> None:
         super().__init__(processes)
-        self._llm, self._has_tower = llm, has_tower
+        self._llm, self._has_tower, self._expert_layers = llm, has_tower, expert_layers
         self._images = vision.ImageSender()
         self._log_probs: LogProbs | None = None
         self._under_way = UnderWay(self._state_of, self._read_log_probs)
@@ -86,7 +95,14 @@ class VllmEngine(RankedEngine):
         # Existing objects stay, so later garbage collections need not examine them.
         gc.collect()
         gc.freeze()
-        engine = cls(made.pop(), processes, has_tower=vision.has_tower(Path(config.model.path)))
+        engine = cls(
+            made.pop(),
+            processes,
+            has_tower=vision.has_tower(Path(config.model.path)),
+            expert_layers=layers_with_experts(config_tree(config.model.path))
+            if config.actor.router_replay
+            else (),
+        )
         if environment.batches_draws(config):
             await engine.batch_draws()
         return engine
@@ -170,7 +186,9 @@ class VllmEngine(RankedEngine):
         async def result(request: SampleRequest, collector: Any) -> Sample:
             output = await collector.get()
             ended()
-            sample = await to_sample(output, collector.request_id, self._log_probs)
+            sample = await to_sample(
+                output, collector.request_id, self._log_probs, expert_layers=self._expert_layers
+            )
             self._under_way.end(request.request_id, sample)
             return sample
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, PacelineError
+from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with_images
@@ -80,15 +82,18 @@ def _vllm() -> Any:
     )
 
 
-async def to_sample(output: Any, request_id: str, kept: LogProbs | None) -> Sample:
+async def to_sample(
+    output: Any, request_id: str, kept: LogProbs | None, expert_layers: Sequence[int] = ()
+) -> Sample:
     """Converts the only completion of a RequestOutput.
 
     Args:
         request_id: AsyncLLM's own name of the request.
         kept: fetches log-probs if the workers keep them.
+        expert_layers: layers whose choices of experts are wanted.
 
     Raises:
-        PacelineError: the engine has ended the request without a complete sample.
+        PacelineError: the engine has ended the request without a complete sample, or without choices.
     """
     completion = output.outputs[0]
     reason = _ENDS.get(completion.finish_reason)
@@ -98,13 +103,38 @@ async def to_sample(output: Any, request_id: str, kept: LogProbs | None) -> Samp
             f"{completion.finish_reason!r}; this server's log says why"
         )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    choices = _choices(completion, expert_layers) if expert_layers else None
     if kept is not None:
         log_probs, told = await kept.take(request_id, len(output.prompt_token_ids), len(token_ids))
         versions = tuple((first, version) for first, version in told)
-        return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason, versions=versions)
+        return Sample(
+            token_ids=token_ids,
+            log_probs=log_probs,
+            finish_reason=reason,
+            versions=versions,
+            expert_choices=choices,
+        )
     flat = completion.logprobs
     # Each position lists the drawn token first; further entries would be the most likely tokens.
     log_probs = np.asarray(flat.logprobs, dtype=np.float32) if flat is not None else np.empty(0, np.float32)
     if len(log_probs) != len(token_ids) and flat is not None:
         log_probs = log_probs[np.asarray(flat.start_indices, dtype=np.int64)]
-    return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
+    return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason, expert_choices=choices)
+
+
+def _choices(completion: Any, layers: Sequence[int]) -> ChoiceArray | None:
+    """Returns the choices in layers with experts; vLLM returns zeros for the others.
+
+    vLLM keeps them beside keys and values, so cached tokens of a prompt have theirs, too.
+    """
+    routed = completion.routed_experts
+    if routed is None or not len(routed):
+        return None
+    choices = np.ascontiguousarray(routed[:, list(layers)])
+    if empty := np.flatnonzero((choices[..., 0] == choices[..., 1]).all(axis=0)).tolist():
+        raise PacelineError(
+            f"vLLM returned no choices of experts for layer {layers[empty[0]]}: its kernel chooses by itself "
+            "and does not say what; set another rollout.engine_kwargs.moe_backend, such as triton, or leave "
+            "out actor.router_replay"
+        )
+    return choices

@@ -74,6 +74,8 @@ def engine_arguments(
     if vision.has_tower(Path(model.path)):
         arguments |= vision.arguments(on_cpu=on_cpu)
     arguments |= layers_with_states(Path(model.path))
+    if config.actor.router_replay:
+        arguments[refusals.CHOICES] = True
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:

@@ -13,6 +13,9 @@ from paceline.rollout.engines import argument_rules as rules
 MIN_TEMPERATURE: Final = 0.01
 """vLLM silently raises smaller temperatures to this value, but the learner would use the given one."""
 
+CHOICES: Final = "enable_return_routed_experts"
+"""The argument with which vLLM returns the choices of experts"""
+
 OWN: Final[rules.Refusals] = {
     "model": "Paceline sets it; write model.path",
     "skip_tokenizer_init": "Paceline sets it: token ids go in and come out",
@@ -29,6 +32,8 @@ OWN: Final[rules.Refusals] = {
     "enforce_eager": "Paceline sets it; write rollout.enforce_eager",
     "gpu_memory_utilization": "Paceline sets it; write rollout.gpu_memory_utilization",
     "enable_sleep_mode": "Paceline sets it; write rollout.sleep",
+    CHOICES: "Paceline sets it; write actor.router_replay",
+    "aux_output_config": "Paceline sets it; write actor.router_replay",
 }
 """Arguments that Paceline sets itself"""
 
@@ -103,6 +108,14 @@ ALLOWED: Final[rules.Allowed] = {
 }
 """Refused, except for these values"""
 
+_NO_CHOICES: Final = "vLLM returns no choices of experts with it, and actor.router_replay needs them"
+
+WITH_CHOICES: Final[rules.Allowed] = {
+    "enable_prefix_caching": ((True,), _NO_CHOICES),
+    "decode_context_parallel_size": ((1,), _NO_CHOICES),
+}
+"""Refused with `actor.router_replay`, except for these values"""
+
 ON_CPU: Final[rules.Refusals] = {
     "enable_chunked_prefill": "on a CPU a chunked prompt's samples are not reproducible",
 }
@@ -122,12 +135,18 @@ def check(config: RunConfig) -> None:
             f"rollout.temperature={temperature}: vLLM samples at {MIN_TEMPERATURE} or above, "
             "but the learner would divide its logits by the smaller value; raise it"
         )
-    rules.refuse(config, rules.refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
+    allowed = {**ALLOWED, **(WITH_CHOICES if config.actor.router_replay else {})}
+    rules.refuse(config, rules.refusals(config.rollout.engine_kwargs, OWN, REFUSED, allowed))
 
 
 def check_on_cpu(config: RunConfig) -> None:
     """Checks, like `check`, for settings that are refused only on a CPU."""
     kwargs, model = config.rollout.engine_kwargs, config.model
+    if config.actor.router_replay:
+        raise ConfigError(
+            "actor.router_replay: vLLM's build for the CPU returns no choices of experts (its second model "
+            "runner, which does, needs Triton); leave it out, or sample on GPUs"
+        )
     if model.dtype != "bfloat16" and family_in(Path(model.path)).has_states:
         raise ConfigError(
             "vLLM's build for the CPU computes layers with a state only in bfloat16, but model.dtype is "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import EnvironmentLackError, FailedStartError, ModelError, PacelineError
+from paceline.core.errors import (
+    ConfigError,
+    EnvironmentLackError,
+    FailedStartError,
+    ModelError,
+    PacelineError,
+)
 from paceline.engines.vllm import VLLM
+from paceline.models.facts import family_in
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
-from paceline.rollout.engines.vllm.start import environment, model_class, prefork
+from paceline.rollout.engines.vllm.start import environment, model_class, prefork, refusals
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
 from paceline.rollout.engines.vllm.start.cause import may_pass, watch
 
@@ -59,6 +67,8 @@ def build(
         prefork.use(context)
     without_torchvision.register()
     model_class.load(Path(config.model.path))
+    if config.actor.router_replay:
+        _prepare_choices(config, AsyncEngineArgs)
     arguments = engine_arguments(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
@@ -68,6 +78,28 @@ def build(
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
         raise failure(config.model.path, str(error), output.root_cause()) from error
+
+
+def _prepare_choices(config: RunConfig, kind: Any) -> None:
+    """Sees to it that vLLM's model runner is one that returns choices of experts.
+
+    In 0.24 it is the first one, in 0.32 the second, which needs prefix caching.
+
+    Raises:
+        ConfigError: this vLLM returns no choices, at least not with this model.
+    """
+    known = kind.__dataclass_fields__
+    if refusals.CHOICES not in known:
+        raise ConfigError(
+            "actor.router_replay: this vLLM returns no choices of experts; install 0.24 or newer"
+        )
+    is_second = "aux_output_config" in known
+    if is_second and family_in(Path(config.model.path)).has_states:
+        raise ConfigError(
+            "actor.router_replay: this vLLM returns them only with prefix caching, which layers "
+            "with a state do not have; install vLLM 0.24, or leave it out"
+        )
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(is_second))
 
 
 async def built(building: asyncio.Future[None], processes: EngineProcesses) -> None:
