@@ -115,20 +115,19 @@ def _room_for_choices(config: RunConfig, text: Mapping[str, Any]) -> None:
     """Checks that the choices of experts fit into messages and broker."""
     if text.get("num_experts_per_tok") == 1:
         raise ConfigError(
-            f"actor.router_replay: {config.model.path} sends a token to one expert, and two or more are needed; "
+            f"actor.router_replay: {config.model.path} sends each token to one expert; it needs two or more: "
             "leave it out"
         )
     longest = choice_bytes(text) * config.max_model_len
     if longest > LIMITS.max_bytes // 2:
         raise ConfigError(
-            "actor.router_replay: the choices of experts of data.max_prompt_length + data.max_response_length = "
-            f"{config.max_model_len} tokens take {longest >> 20} MiB, a sample may have "
-            f"{LIMITS.max_bytes >> 21}; lower the lengths"
+            f"actor.router_replay: a sample's choices of experts take up to {longest >> 20} MiB, allowed are "
+            f"{LIMITS.max_bytes >> 21}; lower data.max_prompt_length or data.max_response_length"
         )
     broker, step = config.broker.max_memory_mib, longest * config.data.train_batch_size * config.rollout.n
     if broker is not None and step > broker << 20:
         raise ConfigError(
-            f"actor.router_replay: a step's choices of experts take up to {step >> 20} MiB, and the broker has "
+            f"actor.router_replay: a step's choices of experts take up to {step >> 20} MiB, more than "
             f"broker.max_memory_mib={broker}; raise it"
         )
 

@@ -81,8 +81,8 @@ STEP_METRICS: Mapping[str, str] = {
         "layers: 1 is even, experts / experts per token the worst."
     ),
     "actor/router_replay_changed": (
-        "actor.router_replay: share of response tokens and layers in which the learner would have chosen other "
-        "experts than the engine did."
+        "actor.router_replay: share of response tokens and layers in which the learner would have chosen "
+        "other experts than the engine did."
     ),
     "actor/router_replay_missing": (
         "actor.router_replay: share of response tokens without choices of the engine; the learner chose."

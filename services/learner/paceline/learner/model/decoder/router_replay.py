@@ -107,9 +107,9 @@ def give_choices(replaying: Routers, choices: Tensor | None, num_tokens: int, st
         largest = int(choices.max()) if choices.numel() else 0
         if choices.shape[1:] != shape or not largest < first.num_experts or int(choices.min()) < 0:
             raise ModelError(
-                f"the engine chose {choices.shape[2]} experts per token in {choices.shape[1]} layers, with numbers "
-                f"up to {largest}; the model chooses {shape[1]} of {first.num_experts} in {shape[0]} layers: "
-                "engine and learner run different models"
+                f"the engine chose {choices.shape[2]} experts per token in {choices.shape[1]} layers, with "
+                f"numbers up to {largest}; the model chooses {shape[1]} of {first.num_experts} in {shape[0]} "
+                "layers: engine and learner run different models"
             )
         own = choices[start : start + num_tokens]
         given[: len(own)] = own

@@ -1,0 +1,312 @@
+"""Router replay: with an engine's choices of experts the learner computes what a forced reference computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.learner.batch.halve import Halves
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.types import MicroBatch, PackedRow, TrainingBatch
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.decoder import experts, router_replay
+from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_critic, load_policy
+from paceline.learner.model.networks import PolicyNetwork
+from support.architectures import tiny_config
+from support.learner_fakes import VOCAB_SIZE
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
+
+CPU = torch.device("cpu")
+KINDS = [
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+]
+NUM_EXPERTS, NUM_CHOSEN = 4, 2
+
+
+def write_model(folder: Path, kind: str) -> Any:
+    """A model that transformers wrote."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    changes: dict[str, Any] = {"topk_method": "greedy"} if kind == "deepseek_v2" else {}
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE, **changes))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_rows() -> list[PackedRow]:
+    """Three rows, the last two with the same prompt."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, VOCAB_SIZE, length).astype(np.int32) for length in (3, 5)]
+    return [
+        PackedRow(
+            index=index,
+            prompt_token_ids=prompts[min(index, 1)],
+            response_token_ids=rng.integers(2, VOCAB_SIZE, length).astype(np.int32),
+            response_mask=np.ones(length, np.uint8),
+            response_log_probs=np.zeros(length, np.float32),
+        )
+        for index, length in enumerate((2, 6, 4))
+    ]
+
+
+def with_choices(rows: list[PackedRow], num_layers: int, seed: int = 0) -> list[PackedRow]:
+    """Rows with drawn choices of all tokens but the last; equal prompts have equal ones."""
+    chosen = []
+    for row in rows:
+        rng = np.random.default_rng([seed, len(row.prompt_token_ids)])
+        num_tokens = len(row.prompt_token_ids) + len(row.response_token_ids)
+        keys = rng.random((num_tokens, num_layers, NUM_EXPERTS))
+        choices = keys.argsort(-1)[..., :NUM_CHOSEN].astype(np.uint8)
+        choices[-1] = 0
+        chosen.append(replace(row, expert_choices=choices))
+    return chosen
+
+
+def load(folder: Path, ranks: Ranks, *, replay: bool) -> PolicyNetwork:
+    network = load_policy(folder, ranks, Precision(compute=torch.float32))
+    if replay:
+        network.replay_choices()
+    return network
+
+
+def log_probs_and_gradients(network: PolicyNetwork, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs = network(batch)[0]
+    log_probs.sum().backward()
+    gradients = {
+        name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
+        for name, parameter in hugging_face_names(network)
+        if parameter.grad is not None
+    }
+    network.zero_grad(set_to_none=True)
+    return log_probs.detach(), gradients
+
+
+def own_choices(network: PolicyNetwork, batch: MicroBatch) -> np.ndarray[Any, Any]:
+    """What the routers choose, (T, L, K)."""
+    with torch.no_grad(), experts.recorded_choices(network.lm) as choices:
+        network(batch)
+    as_fsdp(network).reshard()
+    return torch.stack([indices for _, indices in choices], dim=1).numpy().astype(np.uint8)
+
+
+def chosen_by(rows: list[PackedRow], choices: np.ndarray[Any, Any]) -> list[PackedRow]:
+    """Rows with their part of the choices of a batch in which none shares its prompt."""
+    start, chosen = 0, []
+    for row in rows:
+        end = start + len(row.prompt_token_ids) + len(row.response_token_ids)
+        own = choices[start:end].copy()
+        own[-1] = 0
+        chosen.append(replace(row, expert_choices=own))
+        start = end
+    return chosen
+
+
+@contextmanager
+def forced(choices: Tensor) -> Iterator[None]:
+    """Within it, transformers' routers choose these experts, (T, L, K), by their own `torch.topk`."""
+    honest, layers = torch.topk, iter(range(choices.shape[1]))
+
+    def topk(values: Tensor, k: int, *arguments: Any, **options: Any) -> Any:
+        if (values.shape[-1], k) != (NUM_EXPERTS, NUM_CHOSEN):
+            return honest(values, k, *arguments, **options)
+        own = choices[:, next(layers)].long()
+        own = torch.where(own[:, :1] != own[:, 1:], own, honest(values, k)[1])
+        return values.gather(-1, own), own
+
+    torch.topk = topk  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.topk = honest
+
+
+def reference(model: Any, rows: list[PackedRow]) -> Tensor:
+    """Log-probs by transformers, a row at a time, with the rows' choices."""
+    parts = []
+    for row in rows:
+        ids = np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
+        tokens, start = torch.from_numpy(ids), len(row.prompt_token_ids)
+        with forced(torch.from_numpy(row.expert_choices)):
+            scores = model(tokens[None]).logits[0, start - 1 : -1].log_softmax(-1)
+        parts.append(scores.gather(-1, tokens[start:, None]).squeeze(-1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_own_choices_change_no_bit(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, kind)
+    plain, replaying = (load(tmp_path, ranks, replay=replay) for replay in (False, True))
+    batch = pack(make_rows(), CPU)
+    choices = own_choices(plain, batch)
+    expected = log_probs_and_gradients(plain, batch)
+    for rows in (chosen_by(make_rows(), choices), make_rows()):  # also without any
+        log_probs, gradients = log_probs_and_gradients(replaying, pack(rows, CPU))
+        assert torch.equal(log_probs, expected[0])
+        assert gradients.keys() == expected[1].keys()
+        assert all(torch.equal(gradients[name], own) for name, own in expected[1].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_choices_are_those_of_a_forced_reference(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    model = write_model(tmp_path, kind).double()
+    model.set_experts_implementation("eager")  # the other one has no float64
+    network = load(tmp_path, ranks, replay=True)
+    rows = with_choices(make_rows(), len(network.replaying))
+    log_probs, gradients = log_probs_and_gradients(network, pack(rows, CPU))
+    expected = reference(model, rows)
+    torch.testing.assert_close(log_probs.double(), expected, atol=1e-5, rtol=1e-5)
+    assert (log_probs - network(pack(make_rows(), CPU))[0]).abs().max() > 1e-3
+    expected.sum().backward()
+    atol = 1e-3 if kind == "qwen3_5_moe_text" else 1e-4  # a state that is summed in float32
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name].double(), parameter.grad, atol=atol, rtol=1e-3)
+    of_routers = [
+        gradients[name]
+        for name, _ in model.named_parameters()
+        if name.endswith((".gate.weight", ".router.weight"))
+    ]
+    assert len(of_routers) == len(network.replaying)
+    assert all(gradient.abs().max() > 1e-6 for gradient in of_routers)
+
+
+def test_a_shared_prompt_has_its_choices_once(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load(tmp_path, ranks, replay=True)
+    rows = with_choices(make_rows(), 3)
+    batch = pack(rows, CPU, share_prompts=True)
+    assert batch.expert_choices is not None
+    assert len(batch.expert_choices) == batch.input_ids.shape[1] == 5 + 5 + 6 + 4
+    with torch.no_grad():
+        log_probs = [network(b)[0] for b in (batch, pack(rows, CPU))]
+    torch.testing.assert_close(*log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_halves_keep_the_choices_of_their_rows(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load(tmp_path, ranks, replay=True)
+    batch = pack(with_choices(make_rows(), 3), CPU)
+    table = torch.zeros(batch.mask.shape)
+    part = TrainingBatch(
+        batch=batch,
+        log_probs={},
+        values=None,
+        scores=table[:, 0],
+        group_ids=table[:, 0],
+        advantages=table,
+        returns=None,
+        weights=None,
+    )
+    with torch.no_grad():
+        halves = torch.cat([network(half.batch)[0] for half in Halves.of(part).halves])
+        torch.testing.assert_close(halves, network(batch)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_choices_of_each_segment_are_those_of_its_tokens() -> None:
+    """A history that was rewritten: [prompt response] [segment]."""
+    row = replace(with_choices(make_rows(), 2)[1], segment_starts=(3,))
+    batch = pack([row, row], CPU)
+    assert row.expert_choices is not None
+    assert batch.expert_choices is not None
+    expected = np.concatenate([row.expert_choices, row.expert_choices])
+    assert np.array_equal(batch.expert_choices.numpy(), expected)
+
+
+def test_many_experts_need_two_bytes() -> None:
+    row = with_choices(make_rows(), 2)[0]
+    assert row.expert_choices is not None
+    wide = row.expert_choices.astype(np.uint16) + 300
+    batch = pack([replace(row, expert_choices=wide), make_rows()[0]], CPU)
+    assert batch.expert_choices is not None
+    assert batch.expert_choices.dtype == torch.int16
+    assert np.array_equal(batch.expert_choices[: len(wide)].numpy(), wide)
+    assert not batch.expert_choices[len(wide) :].any()
+
+
+def test_each_rank_of_a_context_takes_its_own_run_of_choices() -> None:
+    routers = [torch.nn.Module() for _ in range(2)]
+    for router in routers:
+        router.top_k, router.num_experts = 2, NUM_EXPERTS  # type: ignore[assignment]
+        router.weight = torch.nn.Parameter(torch.zeros(1))
+    choices = pack(with_choices(make_rows(), 2), CPU).expert_choices
+    assert choices is not None
+    router_replay.give_choices(routers, choices, 16, start=16)
+    for layer, router in enumerate(routers):
+        assert torch.equal(router.given[: len(choices) - 16], choices[16:, layer])  # type: ignore[index]
+        assert not router.given[len(choices) - 16 :].any()  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("fault", ["layers", "experts", "chosen"])
+def test_choices_of_another_model_are_refused(fault: str, ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load(tmp_path, ranks, replay=True)
+    row = with_choices(make_rows(), 4 if fault == "layers" else 3)[1]
+    assert row.expert_choices is not None
+    if fault == "experts":
+        row.expert_choices[2, 1, 0] = NUM_EXPERTS
+    if fault == "chosen":
+        row = replace(row, expert_choices=np.concatenate([row.expert_choices, row.expert_choices], axis=-1))
+    with pytest.raises(ModelError, match="engine and learner run different models"):
+        network(pack([row], CPU))
+
+
+def test_changes_are_counted_by_token(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load(tmp_path, ranks, replay=True)
+    row = make_rows()[1]
+    own = own_choices(network, pack([row], CPU))
+    # The first response token's state is the prompt's last. In another order they are the same choices.
+    choices = own[..., ::-1].copy()
+    unchosen = [next(e for e in range(4) if e not in own[4, layer]) for layer in range(3)]
+    choices[4, 2, 0] = unchosen[2]  # one of three layers
+    choices[6] = 0
+    batch = pack([replace(row, expert_choices=choices)], CPU)
+    with torch.no_grad(), experts.recorded_choices(network.lm):
+        network(batch)
+    changed, missing = router_replay.changes_by_token(network.replaying, batch)
+    assert changed[0].item() == pytest.approx(1 / 3)
+    assert missing.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert changed[1].item() == 0.0
+
+
+def test_a_critic_chooses_by_itself(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    critic = load_critic(tmp_path, ranks, Precision(compute=torch.float32), seed=0)
+    rows = make_rows()
+    with torch.no_grad():
+        values = [critic(pack(given, CPU)) for given in (rows, with_choices(rows, 3))]
+    assert torch.equal(*values)
+
+
+def test_a_router_of_an_unknown_kind_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load(tmp_path, ranks, replay=False)
+    for router in experts.routers(network.lm):
+        router.__class__ = type("OtherTopKRouter", (type(router),), {})
+    with pytest.raises(ModelError, match="does not know how OtherTopKRouter weighs the experts"):
+        network.replay_choices()
