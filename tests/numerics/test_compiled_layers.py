@@ -220,6 +220,34 @@ def test_layers_with_experts_share_graphs_and_updates_know_what_was_chosen(
     assert notes == [[True] * 3] * len(notes)
 
 
+def test_replayed_choices_of_experts_compile_nothing_in_a_step(
+    ranks: Ranks, compiler: Compiler, tmp_path: Path
+) -> None:
+    """Batches of several lengths, also one without choices; the policy, and a reference without gradients."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = tiny_config("qwen3_moe", vocab_size=VOCAB_SIZE, num_hidden_layers=3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    compiler.rounding = 1.0
+    eager, compiled = (
+        build(tmp_path, ranks, compile=compile_them, router_replay=True, use_kl_loss=True)
+        for compile_them in (False, True)
+    )
+    warm_up(compiled)
+    num_graphs = compiler.num_graphs
+    assert 0 < num_graphs <= 9
+    numbers_of_tokens = record_tokens(compiled)
+    for step, choices in ((1, (3, 4, 2)), (2, None), (3, (3, 4, 2))):
+        expected, own = (numbers(take_step(learner, step, choices=choices)) for learner in (eager, compiled))
+        assert own == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert own["actor/first_ppo_kl"] == 0.0
+        assert own["actor/router_replay_missing"] == (choices is None)
+        assert (own["actor/router_replay_changed"] > 0.3) == (choices is not None)
+        assert compiler.num_graphs == num_graphs
+    assert len(numbers_of_tokens) > 1
+
+
 @pytest.mark.more
 def test_adapters_are_compiled_with_their_layers_and_left_out_for_the_reference(
     model: Path, ranks: Ranks, compiler: Compiler

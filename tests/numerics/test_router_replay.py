@@ -1,4 +1,4 @@
-"""Router replay: with an engine's choices of experts the learner computes what a forced reference computes."""
+"""Router replay: with an engine's choices the learner computes what a forced reference computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.learner.model.decoder import experts, router_replay
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork
 from support.architectures import tiny_config
-from support.learner_fakes import VOCAB_SIZE
+from support.learner_fakes import VOCAB_SIZE, draw_choices
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -78,11 +78,11 @@ def with_choices(rows: list[PackedRow], num_layers: int, seed: int = 0) -> list[
     """Rows with drawn choices of all tokens but the last; equal prompts have equal ones."""
     chosen = []
     for row in rows:
-        rng = np.random.default_rng([seed, len(row.prompt_token_ids)])
-        num_tokens = len(row.prompt_token_ids) + len(row.response_token_ids)
-        keys = rng.random((num_tokens, num_layers, NUM_EXPERTS))
-        choices = keys.argsort(-1)[..., :NUM_CHOSEN].astype(np.uint8)
-        choices[-1] = 0
+        num_tokens, own = (
+            len(row.prompt_token_ids) + len(row.response_token_ids),
+            [seed, len(row.prompt_token_ids)],
+        )
+        choices = draw_choices(own, num_tokens, num_layers, NUM_EXPERTS, NUM_CHOSEN)
         chosen.append(replace(row, expert_choices=choices))
     return chosen
 

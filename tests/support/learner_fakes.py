@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.expert_choices import ChoiceArray, ExpertChoices
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.core.training import BatchRow
 from paceline.wire import blob_digest, encode_trajectory
@@ -101,10 +103,12 @@ def make_batch(
     seed: int = 0,
     with_greedy: bool = False,
     sampler: Sampler | None = None,
+    choices: tuple[int, int, int] | None = None,
 ) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
     """Rows in batch order and their blobs by key, drawn from the seed; greedy answers from the prompt id.
 
-    `sampler` gives the response's log-probs; without it they are drawn, too.
+    `sampler` gives the response's log-probs; without it they are drawn, too. With `choices`, tokens but the
+    last have drawn experts: (layers, experts, experts per token).
     """
     rng = np.random.default_rng([seed, step])
     rows, blobs = [], {}
@@ -121,6 +125,10 @@ def make_batch(
                 log_probs=log_probs if sampler is None else sampler(prompt, response),
                 policy=policy,
             )
+            if choices is not None:
+                seed_of = [seed, step, prompt_id, sample]
+                drawn = draw_choices(seed_of, len(prompt) + length, *choices)
+                trajectory = dataclasses.replace(trajectory, expert_choices=ExpertChoices.of(drawn))
             key = f"blob:{trajectory.trajectory_id}"
             blobs[key] = encode_trajectory(trajectory)
             rows.append(
@@ -137,6 +145,16 @@ def make_batch(
                 )
             )
     return tuple(rows), blobs
+
+
+def draw_choices(
+    seed: Sequence[int], num_tokens: int, num_layers: int, num_experts: int, num_chosen: int
+) -> ChoiceArray:
+    """Experts of all tokens but the last, (T, L, K)."""
+    keys = np.random.default_rng(seed).random((num_tokens, num_layers, num_experts))
+    drawn = keys.argsort(-1)[..., :num_chosen].astype(np.uint8)
+    drawn[-1] = 0
+    return drawn
 
 
 def make_trajectory(

@@ -21,6 +21,7 @@ EVERY_TIME = (
     ("2 copies", "shared prompts"),
     ("context 2, 2 copies", "adapters"),
     ("context 4, 2 copies", "experts"),
+    ("context 2, 2 copies", "replay"),
 )
 """Meshes and variants that `make test` compares with one rank."""
 GRID = (

@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "shared prompts": ("qwen2", {"actor": {"shared_prompts": "on"}}),
     "adapters": ("qwen2", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
     "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
+    "replay": ("qwen3_moe", {"actor": {"shared_prompts": "on", "router_replay": True, "use_kl_loss": True}}),
     "images": (
         image_rows.KIND,
         {
@@ -127,8 +128,13 @@ def steps(
     if resume:
         load(learner, Path(resume))
     for step in range(learner.version + 1, NUM_STEPS + 1):
+        choices = (3, 4, 2) if variant == "replay" else None
         has_images = VARIANTS[variant][0] == image_rows.KIND
-        take = image_ranks.take_image_step if has_images else partial(take_step, num_prompts=NUM_PROMPTS)
+        take = (
+            image_ranks.take_image_step
+            if has_images
+            else partial(take_step, num_prompts=NUM_PROMPTS, choices=choices)
+        )
         metrics.append(numbers(take(learner, step)))
         if checkpoint and step == 1:
             save(learner, Path(checkpoint), step=1)
