@@ -13,6 +13,7 @@ from paceline.broker import names
 from paceline.core.errors import BrokerError, DataError, LostDataError, VersionMismatchError
 from paceline.core.ids import NEVER_TRAINED
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.expert_choices import joined_choices
 from paceline.core.samples.images import ImageSpec
 from paceline.core.samples.trajectory import Float32Array, Trajectory
 from paceline.core.training import BatchRow
@@ -96,7 +97,28 @@ def fetch_rows(
             trajectories[index] = trajectory
     if trajectories:
         _add_images(blobs, packed, trajectories, images)
+    _share_prompt_choices(packed, rows)
     return packed
+
+
+def _share_prompt_choices(packed: dict[int, PackedRow], rows: Mapping[int, BatchRow]) -> None:
+    """Gives all samples of a prompt the first one's choices of experts for the prompt's tokens.
+
+    An engine computes a prompt, or its end, once per sample, and rounding may change a choice. Packed with
+    shared prompts or without, in whichever micro-batch, a row then has the same log-probs.
+    """
+    leaders: dict[tuple[int, int], PackedRow] = {}
+    with_choices = [index for index in sorted(packed) if packed[index].expert_choices is not None]
+    for index in [*with_choices, *sorted(packed.keys() - with_choices)]:
+        key, row = rows[index].trajectory_id, packed[index]
+        leader = leaders.setdefault((key.step, key.prompt_id), row)
+        length = len(row.prompt_token_ids)
+        if leader.expert_choices is None or not np.array_equal(row.prompt_token_ids, leader.prompt_token_ids):
+            continue
+        own = None if row.expert_choices is None else row.expert_choices[length:]
+        parts = [leader.expert_choices[:length], own]
+        choices = joined_choices(parts, [length, len(row.response_token_ids)])
+        packed[index] = replace(row, expert_choices=choices)
 
 
 def _add_images(
