@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from paceline import wire
 from paceline.core.errors import InvalidMessageError
+from paceline.core.samples.expert_choices import ExpertChoices
 from paceline.core.samples.trajectory import (
     SCHEMA_VERSION,
     GroupRefusal,
@@ -27,6 +28,7 @@ from paceline.core.samples.trajectory import (
 )
 from paceline.wire import fields
 from support import domain
+from support.trajectories import finished_sample
 
 Message = PromptGroup | Trajectory | TrajectoryHeader | ScoredHeader | GroupRefusal
 
@@ -62,6 +64,8 @@ def same(left: object, right: object) -> bool:
     """Equality that looks into arrays: dtype, shape and bits."""
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, ExpertChoices) and isinstance(right, ExpertChoices):
+        return left.to_plain() == right.to_plain() and same(left.array, right.array)
     return left == right
 
 
@@ -82,6 +86,45 @@ def altered(message: Message, /, **fields: Any) -> bytes:
 @settings(max_examples=200)
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     assert_same(decode(type(message), encode(message)), message)
+
+
+@given(domain.trajectories_with_choices(), st.data())
+@settings(max_examples=50)
+def test_choices_of_experts_come_back_and_are_covered_by_the_digest(
+    trajectory: Trajectory, data: st.DataObject
+) -> None:
+    blob = wire.encode_trajectory(trajectory)
+    copy = wire.decode_trajectory(blob)
+    assert_same(copy, trajectory)
+    # Files of trajectories have their digest only, from which the blob's digest follows.
+    choices = trajectory.expert_choices
+    assert choices is not None
+    assert choices.array is not None
+    known = dataclasses.replace(choices, array=None)
+    without = wire.encode_trajectory(dataclasses.replace(trajectory, expert_choices=known))
+    assert wire.blob_digest(without) == wire.blob_digest(blob)
+    assert len(blob) - len(without) == choices.array.nbytes
+    other = choices.array.copy()
+    other[data.draw(st.integers(0, len(other) - 1)), 0, 0] ^= 1
+    changed = dataclasses.replace(trajectory, expert_choices=ExpertChoices.of(other))
+    assert wire.blob_digest(wire.encode_trajectory(changed)) != wire.blob_digest(blob)
+    # Bytes of other choices, too few and too many are refused, though the blob's digest is the same.
+    for torn, reason in (
+        (without + other.tobytes(), "inconsistent"),
+        (without, "unequal_lengths"),
+        (blob[:-1], "unequal_lengths"),
+        (blob + b"\0", "unequal_lengths"),
+    ):
+        with pytest.raises(InvalidMessageError) as refused:
+            wire.decode_trajectory(torn)
+        assert refused.value.reason == reason
+
+
+def test_nothing_follows_a_trajectory_without_choices() -> None:
+    blob = finished_sample("r", 1, [4, 5]).blobs
+    assert blob is not None
+    with pytest.raises(InvalidMessageError, match="behind the message"):
+        wire.decode_trajectory(next(iter(blob.values())) + b"\0\1")
 
 
 @given(domain.trajectories())

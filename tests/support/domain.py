@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -10,6 +12,7 @@ from paceline.core.errors import RewardErrorKind
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.expert_choices import ExpertChoices
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import (
     FinishReason,
@@ -120,6 +123,17 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         segment_starts=tuple(sorted(starts)),
         images=draw(image_lists),
     )
+
+
+@st.composite
+def trajectories_with_choices(draw: st.DrawFn) -> Trajectory:
+    """Samples with choices of experts, of one byte or two."""
+    trajectory = draw(trajectories())
+    num_tokens = len(trajectory.prompt_token_ids) + len(trajectory.response_token_ids)
+    dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+    shape = (num_tokens, draw(st.integers(1, 3)), draw(st.integers(2, 4)))
+    array = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 250, shape).astype(dtype)
+    return dataclasses.replace(trajectory, expert_choices=ExpertChoices.of(array))
 
 
 episodes = st.none() | st.builds(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,10 @@ import pyarrow.parquet
 import pytest
 
 from paceline.controller.run.records.trajectories import TrajectoryFile
+from paceline.controller.verify.files.trajectory_files import read_rows, trajectory_of
+from paceline.core.samples.expert_choices import ExpertChoices
 from paceline.core.samples.trajectory import Float32Array, SamplingSpec, ScoredHeader, Trajectory
+from paceline.wire import blob_digest, encode_trajectory
 from tests.support.headers import scored
 from tests.support.sequencer_run import prompts
 
@@ -58,6 +63,32 @@ async def test_tokens_and_log_probs_are_written(tmp_path: Path, with_tokens: boo
         assert first["response_log_probs"] == [-0.5, -1.0, -2.0]
         assert first["learner_log_probs"] == [-0.5, -1.0, -2.5]
         assert last["response_token_ids"] is last["response_log_probs"] is last["learner_log_probs"] is None
+
+
+async def test_only_the_digest_of_choices_of_experts_is_written(tmp_path: Path) -> None:
+    """Their bytes would be most of the file; from the digest `paceline verify` rebuilds the blob's."""
+    choices = ExpertChoices.of(np.arange(5 * 2 * 2, dtype=np.uint8).reshape(5, 2, 2))
+
+    class WithChoices(Store):
+        async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
+            stored, *others = await super().trajectories(headers)
+            assert stored is not None
+            return [dataclasses.replace(stored, expert_choices=choices), *others]
+
+    path, store = tmp_path / "step_000001.parquet", WithChoices()
+    file = TrajectoryFile(path, step=1, prompts=prompts(1).prompts, with_choices=True)
+    headers = [scored(0), scored(0)]
+    await file.write(headers, store)  # type: ignore[arg-type]
+    first, last = pyarrow.parquet.read_table(path).to_pylist()
+    assert last["expert_choices"] is None
+    stored, _ = await store.trajectories(headers)
+    assert stored is not None
+    (plain, arrays), *_ = read_rows(path, {headers[0].trajectory_id.prompt_id})
+    rebuilt = trajectory_of("r", stored.trajectory_id, stored.policy, (), plain, arrays)
+    assert rebuilt.expert_choices is not None
+    assert rebuilt.expert_choices.array is None
+    assert blob_digest(encode_trajectory(rebuilt)) == blob_digest(encode_trajectory(stored))
+    assert json.loads(first["expert_choices"])["num_layers"] == 2
 
 
 async def test_a_writer_is_not_closed_while_a_thread_writes(

@@ -45,6 +45,20 @@ def loss(value: Any, tree: Tree) -> Tree:
     )
 
 
+def router_replay(value: Any, tree: Tree) -> Tree:
+    """Returns whether the learner takes the engine's choices of experts.
+
+    Raises:
+        ValueError: it is to take its own of the old log-probs, which the first update computes itself.
+    """
+    if value in ("disabled", "R3"):
+        return {"actor.router_replay": value == "R3"}
+    raise ValueError(
+        f"{value} repeats the learner's own choices of the old log-probs; write R3, which repeats the engine's "
+        "in old log-probs, reference and update"
+    )
+
+
 def aggregation(value: Any, tree: Tree) -> Tree:
     """Returns the aggregation, which three of verl's losses ignore."""
     if tree[MODE] in _MEANS_OVER_SEQUENCES:

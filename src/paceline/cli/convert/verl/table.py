@@ -121,6 +121,12 @@ _POLICY = (
         default={f"{_ACTOR}.clip_ratio{side}": 0.2 for side in ("", "_low", "_high")},
         unset=(),
     ),
+    rule(
+        f"{_ACTOR}.router_replay.mode",
+        "`actor.router_replay` for R3, with the engine's choices of experts",
+        losses.router_replay,
+        default="disabled",
+    ),
     rule(losses.MODE, "`actor.policy_loss` with its options", losses.loss, default="vanilla"),
     part(f"{_ACTOR}.tau_pos", losses.MODE, default=1.0),
     part(f"{_ACTOR}.tau_neg", losses.MODE, default=1.05),
