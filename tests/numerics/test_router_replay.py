@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import MicroBatch, PackedRow, TrainingBatch
@@ -22,7 +23,7 @@ from paceline.learner.model.decoder import experts, router_replay
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork
 from support.architectures import tiny_config
-from support.learner_fakes import VOCAB_SIZE, draw_choices
+from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, draw_choices, make_batch
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -205,6 +206,35 @@ def test_a_shared_prompt_has_its_choices_once(ranks: Ranks, tmp_path: Path) -> N
     with torch.no_grad():
         log_probs = [network(b)[0] for b in (batch, pack(rows, CPU))]
     torch.testing.assert_close(*log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_all_samples_of_a_prompt_have_the_first_ones_choices_for_it() -> None:
+    """Also one that the engine gave none; other prompts keep their own."""
+    made, blobs = make_batch(num_prompts=2, num_samples=4, choices=(3, 4, 2))
+    plain, without = make_batch(num_prompts=2, num_samples=4)
+    rows = dict(enumerate(made))
+    rows[2], blobs[rows[2].blob_key] = plain[2], without[rows[2].blob_key]
+    wanted = [1, 2, 3, 6]
+
+    def fetch(places: list[int]) -> dict[int, PackedRow]:
+        return fetch_rows(DictBlobs(blobs), rows, places, policy=POLICY, vocab_size=VOCAB_SIZE)
+
+    packed, alone = fetch(wanted), {place: fetch([place])[place] for place in wanted}
+    length, first = rows[1].num_prompt_tokens, alone[1].expert_choices
+    assert first is not None
+    assert alone[2].expert_choices is None
+    for place in (1, 2, 3):
+        choices, own = packed[place].expert_choices, alone[place].expert_choices
+        assert choices is not None
+        assert np.array_equal(choices[:length], first[:length])
+        rest = np.zeros_like(choices[length:]) if own is None else own[length:]
+        assert np.array_equal(choices[length:], rest)
+    third, other = alone[3].expert_choices, alone[6].expert_choices
+    assert third is not None
+    assert other is not None
+    assert not np.array_equal(third[:length], first[:length])
+    assert packed[6].expert_choices is not None
+    assert np.array_equal(packed[6].expert_choices, other)
 
 
 def test_halves_keep_the_choices_of_their_rows(ranks: Ranks, tmp_path: Path) -> None:
