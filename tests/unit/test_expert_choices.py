@@ -78,8 +78,8 @@ def sent(draw: Draw, purpose: str = Purpose.TRAIN) -> Any:
     )
     (message,) = trajectory_messages(group, [draw], server_id="s", draw="0", seconds=0.0)
     assert message.blobs is not None
-    found = decode_trajectory(next(iter(message.blobs.values()))).expert_choices
-    return None if found is None else found.array
+    record = decode_trajectory(next(iter(message.blobs.values()))).expert_choices
+    return None if record is None else record.array
 
 
 def prompt(num_tokens: int) -> Any:
@@ -142,9 +142,9 @@ def output(routed: Any, num_tokens: int = 2) -> Any:
 
 async def test_layers_without_experts_are_left_out_of_what_vllm_returns() -> None:
     routed = np.concatenate([np.zeros((4, 1, 2), np.uint8), choices(4), choices(4, first=9)], axis=1)
-    found = (await to_sample(output(routed), "q", None, (1, 2))).expert_choices
-    assert found is not None
-    assert np.array_equal(found, routed[:, 1:])
+    kept = (await to_sample(output(routed), "q", None, (1, 2))).expert_choices
+    assert kept is not None
+    assert np.array_equal(kept, routed[:, 1:])
     assert (await to_sample(output(None), "q", None, (1, 2))).expert_choices is None
     assert (await to_sample(output(routed), "q", None)).expert_choices is None
 

@@ -54,8 +54,8 @@ def router_replay(value: Any, tree: Tree) -> Tree:
     if value in ("disabled", "R3"):
         return {"actor.router_replay": value == "R3"}
     raise ValueError(
-        f"{value} repeats the learner's own choices of the old log-probs; write R3, which repeats those of the "
-        "engine in old log-probs, reference and update"
+        f"{value} repeats the learner's own choices of the old log-probs; write R3, which repeats those of "
+        "the engine in old log-probs, reference and update"
     )
 
 

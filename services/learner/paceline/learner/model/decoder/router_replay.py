@@ -40,8 +40,8 @@ def use_given_choices(lm: nn.Module) -> Routers:
     Raises:
         ModelError: it is not known how a router of this kind weighs its experts.
     """
-    found: list[Any] = [*routers(lm)]
-    for router in found:
+    replaying: list[Any] = [*routers(lm)]
+    for router in replaying:
         kind: Any = type(router)
         if _family(router) not in _SOFTMAX | _SIGMOID | _OF_CHOSEN:
             raise ModelError(
@@ -50,7 +50,7 @@ def use_given_choices(lm: nn.Module) -> Routers:
             )
         router.__class__ = _replaying_kind(kind)
         router.given, router.own_choice = None, None
-    return found
+    return replaying
 
 
 # One class for all layers, so that they share compiled code.
