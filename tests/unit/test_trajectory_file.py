@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.controller.run.records.trajectories import TrajectoryFile
+from paceline.controller.run.records.trajectories import TrajectoryFile, save_trajectories
 from paceline.controller.verify.files.trajectory_files import read_rows, trajectory_of
 from paceline.core.samples.expert_choices import ExpertChoices
 from paceline.core.samples.trajectory import Float32Array, SamplingSpec, ScoredHeader, Trajectory
@@ -89,6 +90,21 @@ async def test_only_the_digest_of_choices_of_experts_is_written(tmp_path: Path) 
     assert rebuilt.expert_choices.array is None
     assert blob_digest(encode_trajectory(rebuilt)) == blob_digest(encode_trajectory(stored))
     assert json.loads(first["expert_choices"])["num_layers"] == 2
+
+
+@pytest.mark.parametrize("router_replay", [True, False])
+async def test_a_run_without_choices_has_no_column_for_them(tmp_path: Path, router_replay: bool) -> None:
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(save_trajectories=True, save_tokens=True),
+        actor=SimpleNamespace(router_replay=router_replay),
+        pushes_in_flight=False,
+    )
+    journal = SimpleNamespace(record=lambda *_, **__: None)
+    run: Any = SimpleNamespace(config=config, dir=tmp_path, journal=journal)
+    batch: Any = SimpleNamespace(samples=[scored(0), scored(0)])
+    await save_trajectories(run, "step", 1, batch, prompts(1).prompts, Store())  # type: ignore[arg-type]
+    names = pyarrow.parquet.read_schema(tmp_path / "trajectories" / "step_000001.parquet").names
+    assert ("expert_choices" in names) is router_replay
 
 
 async def test_a_writer_is_not_closed_while_a_thread_writes(
