@@ -22,8 +22,10 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder import experts, router_replay
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.train.state.learner import Learner
 from support.architectures import tiny_config
-from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, draw_choices, make_batch
+from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, draw_choices, make_batch, run_config
+from support.learner_scenarios import numbers, take_step
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -329,6 +331,19 @@ def test_changes_are_counted_by_token(ranks: Ranks, tmp_path: Path) -> None:
     changed, missing = router_replay.changes_by_token(network.replaying, batch)
     assert changed.tolist() == pytest.approx([1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert missing.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_reference_takes_the_choices_too(ranks: Ranks, tmp_path: Path) -> None:
+    """Of the same weights it then has the same log-probs."""
+    write_model(tmp_path, "qwen3_moe")
+    config = run_config(
+        tmp_path,
+        algorithm={"adv_estimator": "grpo", "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}},
+        actor={"router_replay": True},
+    )
+    first = numbers(take_step(Learner.build(config, ranks), 1, choices=(3, NUM_EXPERTS, NUM_CHOSEN)))
+    assert first["actor/router_replay_changed"] > 0.3
+    assert first["algorithm/reference_kl"] == 0.0
 
 
 def test_a_critic_chooses_by_itself(ranks: Ranks, tmp_path: Path) -> None:
