@@ -353,6 +353,7 @@ class TestResampling:
             return flat, flat.square()
 
         network.lm = torch.nn.Module()  # without experts
+        network.replaying = ()
         clip = {"gspo": 0.02, "geo_mean": 0.4}.get(name, 0.2)
         own = {
             "clip_cov": {"cov_fraction": cov_fraction, "cov_low": 0.0},
@@ -392,6 +393,7 @@ class TestResampling:
             return flat, flat.square()
 
         network.lm = torch.nn.Module()
+        network.replaying = ()
         (part, _) = self.both(torch.ones(6, dtype=torch.int64))
         mask = part.batch.mask
         counted = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
@@ -420,6 +422,7 @@ class TestResampling:
             return by_token[batch.targets], torch.zeros(len(batch.targets), dtype=torch.float64)
 
         network.lm = torch.nn.Module()
+        network.replaying = ()
         (part, _) = self.both()
         batch, outcomes = part.batch, []
         num_right = sum(

@@ -54,12 +54,14 @@ def _text(node: ast.AST | None) -> str:
     return ""
 
 
-def _standard_metrics() -> tuple[str, ...]:
-    """Of every policy loss; read from the source, which spares the import of torch."""
+def _metrics_of_losses() -> Iterator[str]:
+    """Of every policy loss, and of replayed routing; read from the source, which spares the import of torch."""
     for node in source.tree(source.modules()["paceline.learner.train.updating.losses"]).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STANDARD_METRICS":
-            return tuple(ast.literal_eval(node.value))
-    raise AssertionError("no STANDARD_METRICS")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
+            "STANDARD_METRICS",
+            "REPLAY_METRICS",
+        ):
+            yield from ast.literal_eval(node.value)
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
@@ -68,7 +70,7 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
     named |= {f"{network}/{name}" for network in ("actor", "critic") for name in _OF_EACH_NETWORK}
     named |= {
         f"actor/{name}"
-        for name in (*_standard_metrics(), "pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME")
+        for name in (*_metrics_of_losses(), "pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME")
     }
     named |= {"critic/vf_loss", "critic/vf_clipfrac"}
     # What is said of sets and sources has their names in front: test_val_sets.py, test_train_sets.py.
