@@ -55,7 +55,7 @@ def _text(node: ast.AST | None) -> str:
 
 
 def _metrics_of_losses() -> Iterator[str]:
-    """Of every policy loss, and of replayed routing; read from the source, which spares the import of torch."""
+    """Of every policy loss and of router replay; read from the source, which spares the import of torch."""
     for node in source.tree(source.modules()["paceline.learner.train.updating.losses"]).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (
             "STANDARD_METRICS",
