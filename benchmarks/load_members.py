@@ -201,7 +201,7 @@ async def serve_rollouts(context: ServiceContext, controller: str, first: int, c
     # Spans per group and server would dominate the measurement.
     telemetry.setup = lambda *_, **__: None  # type: ignore[assignment]
     rollout_app.start_engine = start_engine
-    # Shared: each sample reads every process of the machine, and normally a process has only one server.
+    # All servers share one sampler, because a sample reads every process of the machine.
     usage = UsageSampler(uses_gpus=False)
     controller_link.UsageSampler = lambda **_: usage  # type: ignore[assignment, misc]
     async with asyncio.TaskGroup() as tasks:

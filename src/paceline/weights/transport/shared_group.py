@@ -8,7 +8,7 @@ receives its elements into staging that both can access, and the two tell each o
     rollout     wait for "ready k"; scatter it; when that is done: "free k"
 
 Plan, rounds and places in staging are as in any other group. A rollout rank without a learner rank at its
-place works as there, too.
+place exchanges messages as in any other group.
 """
 
 from __future__ import annotations

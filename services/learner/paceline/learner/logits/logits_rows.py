@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.algorithms.statistics import full_precision
 
-# Log-probs end at minus this: the probability is exactly 0 there, and 0 * -inf would be NaN.
+# The smallest log-prob is -FLOOR: its probability is exactly 0, and 0 * -inf would be NaN.
 FLOOR = 1e4
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)

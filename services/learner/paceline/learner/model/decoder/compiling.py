@@ -17,7 +17,7 @@ from paceline.storage.cache import KERNEL_CACHE
 BACKEND: Any = "inductor"
 """The compiler that torch.compile uses to generate kernels."""
 MAX_VARIANTS = 32
-"""Most compilations of a piece of a layer: with and without gradients, by kind of layer, by network."""
+"""The limit of compilations of a piece of a layer; gradients, kinds of layers and networks each need more."""
 TOKEN_MULTIPLE = 64
 """Passes through compiled layers have a multiple of this number of tokens.
 

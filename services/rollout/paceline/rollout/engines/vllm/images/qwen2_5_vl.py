@@ -8,8 +8,8 @@ from typing import Any
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
 
-# vLLM imports a function of this module of transformers, which cannot be imported; the module for Pillow has
-# the same function.
+# vLLM imports a function from a module of transformers that needs torchvision; the module for Pillow has the
+# same function.
 sys.modules.setdefault(
     "transformers.models.qwen2_vl.image_processing_qwen2_vl", image_processing_pil_qwen2_vl
 )
