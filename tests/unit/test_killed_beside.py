@@ -100,14 +100,16 @@ async def test_a_controller_killed_at_any_event_goes_on(
     assert await live(calm, fakes, MemoryBroker(), prepare)
     expected, recorded = values(undisturbed), journal_events(calm)
     assert values(calm) == expected
+    too_late = 0
     for number in kills(recorded, written=written):
         what = f"killed at {number}: {recorded[number]}"
         folder, fakes, broker = tmp_path / f"{number}", FakeServices(), MemoryBroker()
         folder.mkdir()
         fakes.writes = True
         if await live(folder, fakes, broker, prepare, (number, written)):
-            # The order of what goes on at the same time varies, and so does the number of events.
-            assert number > len(recorded) - 5, what
+            # What goes on at the same time varies in order and in its number of events: this run had fewer.
+            assert number >= len(journal_events(folder)), what
+            too_late += 1
             continue
         assert breaches_of(folder, config(**CHANGES)) == [], what
         assert await live(folder, fakes, broker, prepare), what
@@ -119,3 +121,4 @@ async def test_a_controller_killed_at_any_event_goes_on(
         standing = standing_of(folder)
         assert (standing.finished, standing.validations) == (4, {}), what
         assert standing.guard["best"] == standing_of(calm).guard["best"], what
+    assert too_late <= len(recorded) // 8
