@@ -185,10 +185,11 @@ def test_other_choices_are_those_of_a_forced_reference(kind: str, ranks: Ranks, 
     torch.testing.assert_close(log_probs.double(), expected, atol=1e-5, rtol=1e-5)
     assert (log_probs - network(pack(make_rows(), CPU))[0]).abs().max() > 1e-3
     expected.sum().backward()
-    atol = 1e-3 if kind == "qwen3_5_moe_text" else 1e-4  # a state that is summed in float32
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name].double(), parameter.grad, atol=atol, rtol=1e-3)
+            # Single precision rounds a sum to its largest terms, however small some elements are.
+            atol = 2e-4 * float(parameter.grad.abs().max())
+            torch.testing.assert_close(gradients[name].double(), parameter.grad, atol=atol, rtol=0.0)
     of_routers = [
         gradients[name]
         for name, _ in model.named_parameters()
