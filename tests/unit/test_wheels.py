@@ -96,7 +96,7 @@ def test_the_distribution_has_the_examples_and_none_of_what_they_write(wheel: zi
     shipped = "paceline/shipped/"
     names = {name.removeprefix(shipped) for name in wheel.namelist() if name.startswith(shipped)}
     assert {"examples/arithmetic/prepare.py", "examples/arithmetic/ppo.yaml", "requirements/cpu.txt"} <= names
-    assert names == tracked("examples", "proto", "requirements")
+    assert names == tracked("docs", "examples", "proto", "requirements")
 
 
 def command_of(site: Path) -> ModuleType:
@@ -124,8 +124,8 @@ def test_a_stranger_with_the_wheel_alone_gets_to_a_run(
     assert command.run(argparse.Namespace(folder=Path())) == 0
     said = capsys.readouterr().out
     written = {str(path) for path in Path().rglob("*") if path.is_file() or path.name == "__pycache__"}
-    assert written == tracked("examples", "proto", "requirements")
-    with pytest.raises(ConfigError, match="examples exists; name an empty folder: paceline examples FOLDER"):
+    assert written == tracked("docs", "examples", "proto", "requirements")
+    with pytest.raises(ConfigError, match="docs exists; name an empty folder: paceline examples FOLDER"):
         command.run(argparse.Namespace(folder=Path()))
 
     printed = [line.strip() for line in said.splitlines() if line.startswith("  ")]
@@ -175,9 +175,11 @@ def test_examples_go_into_a_folder_that_is_named(
         command.run(argparse.Namespace(folder=tmp_path))
     (tmp_path / "shipped" / "examples").mkdir(parents=True)
     monkeypatch.setattr(command, "SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped" / "requirements").mkdir()
+    (tmp_path / "shipped" / "requirements" / "cpu.txt").write_text("a==1\ntorch==9.1+cpu\ntorchx==3\n")
     assert command.run(argparse.Namespace(folder=tmp_path / "a" / "b")) == 0
     assert (tmp_path / "a" / "b" / "examples").is_dir()
-    assert f"\n  cd {tmp_path}/a/b\n  pip install" in capsys.readouterr().out
+    assert f"\n  cd {tmp_path}/a/b\n  pip install --no-deps torch==9.1+cpu --index" in capsys.readouterr().out
 
 
 def test_a_reward_server_runs_from_the_sdks_wheel_alone(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "prepare": {
         "init": "write a commented configuration from a few flags or questions",
-        "examples": "write the examples and lock files that the wheel brings",
+        "examples": "write the examples, lock files and docs that the wheel brings",
         "convert-config": "write a configuration of verl or TRL as ours",
         "check": "validate configuration, data and model without starting anything",
         "plan": "compare the layouts that a run may have on GPUs, with an estimate of their steps",
@@ -94,7 +94,7 @@ def _run_installed(name: str, words: Sequence[str]) -> int:
             raise
         print(
             f"paceline {name}: the package {package} is not installed in this environment; `paceline doctor` "
-            "says what else a run needs, docs/start.md how to install it",
+            "says what else a run needs, and how to install it",
             file=sys.stderr,
         )
         return EXIT_GIVEN

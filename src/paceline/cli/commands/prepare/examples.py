@@ -1,8 +1,9 @@
-"""`paceline examples`: writes the examples and lock files from the wheel, for people without a clone."""
+"""`paceline examples`: writes examples, lock files and docs from the wheel, for people without a clone."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from pathlib import Path
 
@@ -14,12 +15,14 @@ SHIPPED = Path(__file__).parents[3] / "shipped"
 _NEXT = """\
 The first example takes some minutes on two cores, without a GPU:
 {cd}
-  pip install --no-deps -r requirements/cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
+  pip install --no-deps {torch} --index-url https://download.pytorch.org/whl/cpu
+  pip install --no-deps -r requirements/cpu.txt
   python examples/arithmetic/prepare.py
   paceline sft examples/arithmetic/sft.yaml
   paceline train examples/arithmetic/ppo.yaml
-On a machine with NVIDIA GPUs, replace the pip command by
-  pip install --no-deps -r requirements/cuda.txt"""
+On a machine with NVIDIA GPUs, replace the pip commands by
+  pip install --no-deps -r requirements/cuda.txt
+docs/start.md says what these do, and what to do if an address cannot be reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,5 +46,7 @@ def run(args: argparse.Namespace) -> int:
         )
     shutil.copytree(SHIPPED, args.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     print(f"wrote {', '.join(str(args.folder / name) for name in folders)}")
-    print(_NEXT.format(cd=f"  cd {args.folder}").replace("  cd .\n", ""))
+    lock = (args.folder / "requirements" / "cpu.txt").read_text(encoding="utf-8")
+    torch = "".join(re.findall(r"^torch==\S+", lock, re.MULTILINE))
+    print(_NEXT.format(cd=f"  cd {args.folder}", torch=torch).replace("  cd .\n", ""))
     return 0
