@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.checks.preflight_check import PreflightCheck, how_to_make
+from paceline.checks.preflight_check import PreflightCheck
 from paceline.config.mixture import TrainSet
 from paceline.config.run import RunConfig
 from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
+from paceline.storage.demo_inputs import how_to_make
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,7 +26,7 @@ from paceline.service.confinement.confined import why_not_confined
 from paceline.sizing.machine import free_port, is_cpu_build, num_cores
 
 _GIB = 2**30
-_INSTALL = "make venv in a clone, or the extra cpu or cuda (docs/start.md)"
+INSTALL = "`make venv` in a clone; else a lock file that `paceline examples` writes (docs/start.md)"
 _MIN_FILES = 4096
 # The validity of certificates and tokens depends on the clock.
 _EARLIEST = 1_750_000_000
@@ -62,10 +62,10 @@ def _python() -> Iterable[Finding]:
 
 
 def _packages() -> Iterable[Finding]:
-    yield _package("torch", hint=_INSTALL)
+    yield _package("torch", hint=INSTALL)
     yield from _engines()
     for package in ("transformers", "grpcio", "redis", "pydantic", "pyarrow"):
-        yield _package(package, hint=_INSTALL)
+        yield _package(package, hint=INSTALL)
     for package in ("torchvision", "torchaudio", "torchcodec"):
         if packages.version(package) and any(_is_for_cpus(facts) for facts in ENGINES.values()):
             yield Finding(
@@ -81,7 +81,7 @@ def _engines() -> Iterable[Finding]:
     installed = [facts for facts in ENGINES.values() if facts.installed_build]
     if not installed:
         titles = " or ".join(facts.title for facts in ENGINES.values())
-        yield Finding(part=titles, state="no", status=Status.LACKING, hint=_INSTALL)
+        yield Finding(part=titles, state="no", status=Status.LACKING, hint=INSTALL)
     for facts in installed:
         yield Finding(part=facts.title, state=_build(facts.installed_build))
         if library := facts.lacking_library:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 from paceline.checks.engine_python import require_engine
+from paceline.checks.environment import INSTALL
 from paceline.checks.model_checks import model_config
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck, for_each_engine
 from paceline.config.run import RunConfig
@@ -52,8 +53,7 @@ def _require(named: Sequence[str]) -> None:
     lacking = [name for name in named if importlib.util.find_spec(name) is None]
     if lacking:
         raise EnvironmentLackError(
-            f"not installed in this environment: {', '.join(lacking)}; `make venv` in a clone installs all, "
-            "a wheel needs its extra cpu or cuda (docs/start.md)"
+            f"not installed in this environment: {', '.join(lacking)}; install all with {INSTALL}"
         )
 
 

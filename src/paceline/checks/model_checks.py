@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checks.preflight_check import CheckNeed, PreflightCheck, how_to_make
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck
 from paceline.checks.service_checks import self_test, with_local_models
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models.facts import config_tree, family_of
 from paceline.models.model_shape import ModelShape, choice_bytes
+from paceline.storage.demo_inputs import how_to_make
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
 from paceline.storage.models import local_model

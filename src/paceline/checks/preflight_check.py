@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from paceline.config.run import RunConfig
@@ -71,16 +70,6 @@ def for_each_engine(config: RunConfig, check: Callable[[RunConfig], _Result]) ->
             raise type(error)(f"rollout.other_engines.{name}: {error}") from error
 
     return [result(of_engine) for of_engine in config.by_engine]
-
-
-def how_to_make(path: Path) -> str:
-    """Returns the command that makes an input of the demo, which the recipes use too; "" for any other
-    path."""
-    example = Path("examples/arithmetic")
-    prepare, warm_up = f"python {example}/prepare.py", f"paceline sft {example}/sft.yaml"
-    made = {"data": prepare, "model": prepare, "start": warm_up}
-    commands = [command for name, command in made.items() if path.is_relative_to(example / name)]
-    return f"`{commands[0]}` makes it" if commands else ""
 
 
 def reach(key: str, address: str, what: str, remedy: str, *, patience_s: float = 0.0) -> None:

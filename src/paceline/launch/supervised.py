@@ -16,6 +16,7 @@ from paceline.service.process import write_atomically
 from paceline.sizing.machine import Machine
 from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model
+from paceline.storage.demo_inputs import how_to_make
 from paceline.storage.models import local_model
 
 C = TypeVar("C", bound=TuningRunConfig)
@@ -41,9 +42,12 @@ def run(config: TuningRunConfig, section: str, *, is_dry: bool) -> int:
     for key, files in _files(own).items():
         for file in files:
             if not Path(file).is_file():
-                raise DataError(f"data file {file} does not exist; correct {section}.{key}")
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise ModelError(f"{config.model.path} is not a model folder (no config.json); correct model.path")
+                remedy = how_to_make(Path(file)) or f"correct {section}.{key}"
+                raise DataError(f"data file {file} does not exist; {remedy}")
+    model = Path(config.model.path)
+    if not (model / "config.json").is_file():
+        remedy = how_to_make(model) or "correct model.path"
+        raise ModelError(f"{model} is not a model folder (no config.json); {remedy}")
     output = Path(own.output)
     logs = output.with_name(output.name + ".logs")
     resolved = logs / "config.resolved.yaml"

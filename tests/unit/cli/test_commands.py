@@ -182,6 +182,12 @@ def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[s
     (project / "sft.yaml").write_text(yaml.safe_dump(tree))
     assert main(["sft", "sft.yaml"]) == 2
     assert "data file pairs.parquet does not exist; correct sft.train_files" in capsys.readouterr().err
+    demo = "sft.train_files=examples/arithmetic/data/sft.parquet"
+    assert main(["sft", "sft.yaml", demo]) == 2
+    assert (
+        "sft.parquet does not exist; `python examples/arithmetic/prepare.py` makes it"
+        in capsys.readouterr().err
+    )
     assert main(["sft", "sft.yaml", "--dry-run", "sft.steps=4"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["sft"]["steps"] == 4
 
