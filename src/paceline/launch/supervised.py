@@ -52,6 +52,7 @@ def run(config: TuningRunConfig, section: str, *, is_dry: bool) -> int:
     logs = output.with_name(output.name + ".logs")
     resolved = logs / "config.resolved.yaml"
     write_atomically(resolved, dump_yaml(config))
+    print(f"starting {config.learner.world_size} rank(s); logs in {logs}", flush=True)
     run_ranks(
         f"paceline.learner.{section}",
         ["--config", str(resolved)],

@@ -173,7 +173,9 @@ def test_export_says_why_it_cannot_read_the_checkpoints(
     assert "cannot be read: NoCredentialsError: Unable to locate" in capsys.readouterr().err
 
 
-def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sft_says_what_is_missing_and_what_it_starts(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree = {
         "sft": {"train_files": "pairs.parquet", "output": "out", "steps": 3},
         "model": {"path": "model"},
@@ -188,6 +190,12 @@ def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[s
         "sft.parquet does not exist; `python examples/arithmetic/prepare.py` makes it"
         in capsys.readouterr().err
     )
+    (project / "pairs.parquet").touch()
+    monkeypatch.setattr("paceline.launch.supervised.run_ranks", lambda *args, **options: print("ranks ran"))
+    assert main(["sft", "sft.yaml"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "starting 1 rank(s); logs in out.logs", "ranks ran", "model: out"
+    ]  # fmt: skip
     assert main(["sft", "sft.yaml", "--dry-run", "sft.steps=4"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["sft"]["steps"] == 4
 
