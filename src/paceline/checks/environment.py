@@ -26,6 +26,7 @@ from paceline.service.confinement.confined import why_not_confined
 from paceline.sizing.machine import free_port, is_cpu_build, num_cores
 
 _GIB = 2**30
+_CUDA = "a new environment with requirements/cuda.txt; `rm -r .venv && make venv-cuda` in a clone"
 INSTALL = "`make venv` in a clone; else a lock file that `paceline examples` writes (docs/start.md)"
 _MIN_FILES = 4096
 # The validity of certificates and tokens depends on the clock.
@@ -149,7 +150,7 @@ def _gpus() -> Iterable[Finding]:
             part="builds",
             state=f"{', '.join(builds)}: for CPUs, although there are GPUs",
             status=Status.LACKING,
-            hint="rm -r .venv, then make venv-cuda",
+            hint=_CUDA,
         )
         return
     yield from (_driver(driver) for driver in sorted(drivers))
@@ -181,14 +182,14 @@ def _nccl() -> Iterable[Finding]:
     if library:
         yield Finding(part="NCCL", state=library)
     else:
-        yield Finding(part="NCCL", state="no", status=Status.LACKING, hint="make venv-cuda: torch brings it")
+        yield Finding(part="NCCL", state="no", status=Status.LACKING, hint=f"torch brings it: {_CUDA}")
 
 
 def _attention() -> Finding:
     """Returns whether the learner has the faster of its attention kernels."""
     if number := packages.version("flash-attn-4"):
         return Finding(part="attention", state=f"flash-attn-4 {number}, on Hopper and Blackwell")
-    hint = "on Hopper and Blackwell an update is faster with it: make venv-cuda, or paceline[cuda], brings it"
+    hint = "on Hopper and Blackwell an update is faster with it; requirements/cuda.txt has it"
     return Finding(part="attention", state="torch's, no flash-attn-4", status=Status.NOTE, hint=hint)
 
 

@@ -151,7 +151,7 @@ def _checked(outcome: CommandResult, report: bytes, command: Command) -> Command
     raise EnvironmentLackError(
         f"code cannot be confined on this machine ({reason}): allow user namespaces "
         "(sysctl kernel.unprivileged_userns_clone=1; in a container, seccomp and AppArmor profiles that "
-        "let unshare and mount pass: deploy/compose/confined.yaml), on Linux 5.12 or newer"
+        "let unshare and mount pass: confined.yaml of docs/deploy.md), on Linux 5.12 or newer"
     )
 
 
