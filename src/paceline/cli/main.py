@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import gc
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
 
+# A shell's code of a program that SIGPIPE ended.
+_EXIT_UNREAD = 141
 # Commands by the package of paceline.cli.commands that holds their module; a - in a name is a _ there.
 _ROOMS: dict[str, dict[str, str]] = {
     "start": {
@@ -55,7 +60,27 @@ COMMANDS = {name: summary for commands in _ROOMS.values() for name, summary in c
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code: 0 for success, 1 for a failure, 2 for unusable input."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _main(list(sys.argv[1:] if arguments is None else arguments), is_process=arguments is None)
+    except BrokenPipeError:
+        if _is_output_read():
+            raise
+        return _EXIT_UNREAD
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            print(end="", flush=True)
+        if not _is_output_read():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _is_output_read() -> bool:
+    """Returns False if the output is a pipe whose reader, for example `head`, has ended."""
+    poller = select.poll()
+    poller.register(1, 0)
+    return not poller.poll(0)
+
+
+def _main(words: list[str], *, is_process: bool) -> int:
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Post-training of language models with reinforcement learning.",
@@ -77,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_GIVEN
     name = parser.parse_args(words[:1]).command
-    if name == "train" and arguments is None:
+    if name == "train" and is_process:
         from paceline.launch.processes import fork_server
 
         with fork_server.running():

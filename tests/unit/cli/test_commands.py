@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -331,3 +332,43 @@ def test_ranks_wait_without_taking_cores_and_keep_the_users_threads(monkeypatch:
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert ranks.thread_variables(None, 2) == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
     assert ranks.thread_variables(2, 2)["OMP_NUM_THREADS"] == "2"  # sft.threads is asked for
+
+
+PRINTS = """
+import sys
+from paceline.cli.commands.prepare import doctor
+from paceline.cli.main import main
+
+def run(_):
+    for _ in range({lines}):
+        print("x" * 99)
+    sys.stdin.read()  # until the reader of the output has ended
+    print("y", flush={flush})
+    return 3
+
+doctor.run = run
+sys.argv = ["paceline", "doctor"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("lines", "flush", "code"), [(1, False, 3), (1, True, 141), (99, True, 141)])
+def test_a_reader_that_ends_before_the_output_is_no_error(lines: int, flush: bool, code: int) -> None:
+    script = PRINTS.format(lines=lines, flush=flush)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, env=environ, **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, said = process.communicate("", timeout=60)
+    assert (process.returncode, said) == (code, "")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("paceline.cli.commands.prepare.doctor.run", run)
+    with pytest.raises(BrokenPipeError):
+        main(["doctor"])
