@@ -219,6 +219,7 @@ def test_what_names_the_version_names_this_one() -> None:
     version = tomllib.loads((source.ROOT / "pyproject.toml").read_text())["project"]["version"]
     chart = yaml.safe_load((source.ROOT / "deploy/helm/paceline/Chart.yaml").read_text())
     citation = yaml.safe_load((source.ROOT / "CITATION.cff").read_text())
-    newest = re.search(r"^## (\S+)", (source.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\S+) \((\S+)\)$", (source.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert {chart["version"], citation["version"], newest[1]} == {version}
+    assert newest[2] in {str(citation["date-released"]), "unreleased"}
