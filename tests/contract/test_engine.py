@@ -259,7 +259,7 @@ async def test_cancelling_aborts_at_once_and_leaves_nothing_under_way(subject: S
 async def test_the_layouts_cover_every_tensor_of_the_learner(subject: Subject) -> None:
     covered: dict[str, set[tuple[int, int]]] = {}
     for layout in await subject.engine.describe():
-        assert layout.dtype == "float32"
+        assert layout.dtype == subject.dtype
         for part in layout.slices:
             rows = covered.setdefault(part.name, set())
             rows.update((row, column) for row, column in _rows_and_columns(part.box.start, part.box.stop))
@@ -281,7 +281,8 @@ async def test_a_push_brings_every_slice_and_the_digests_agree_with_the_learners
     assert (received.version, len(received.reports)) == (3, len(layouts))
     assert disagreement(sent.reports[0], received.reports) is None
     assert model_digest(received.reports) == model_digest(sent.reports)
-    assert received.num_bytes == 4 * sum(part.box.volume for layout in layouts for part in layout.slices)
+    size = {"float32": 4, "bfloat16": 2}[subject.dtype]
+    assert received.num_bytes == size * sum(part.box.volume for layout in layouts for part in layout.slices)
     assert received.num_bytes == sent.num_bytes
     assert received.relayed_bytes == 0
     assert 0 < received.peak_extra_bytes <= 2 * ROUND_BYTES

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -33,25 +34,24 @@ from support.weight_layouts import DenseModel
 CPU = torch.device("cpu")
 VOCAB, MAX_PROMPT, MAX_RESPONSE = 199, 160, 96
 ROUND_BYTES = 20_000
+ON_GPU = {
+    "gpu_memory_utilization": 0.05,
+    "sleep": "always",
+    "engine_kwargs": {"enable_deterministic_inference": True},
+}
+"""Otherwise the shape of a batch would decide how bfloat16 rounds, and so which tokens are drawn."""
 FAKE_SGLANG = str(Path(__file__).with_name("fake_sglang"))
 
 
-class ContractLearner:
+class PushingLearner:
     """One learner rank in this process; `push` and `join` run beside the engine's part."""
 
-    def __init__(self, config: Any) -> None:
-        self._config, self._model = config, seeded_model(config, seed=0)
-        self._publisher = WeightPublisher(self._model, CPU)
+    def __init__(self, model: nn.Module, *, device: torch.device = CPU, wire_dtype: str = "float32") -> None:
+        self._publisher = WeightPublisher(model, device)
         self._threads = ThreadPoolExecutor(max_workers=1)
+        self._wire_dtype = wire_dtype
         self._epoch = 0
         self.layout = self._publisher.layout()
-
-    def set_seed(self, seed: int) -> None:
-        """Takes over the weights of a seed."""
-        with torch.no_grad():
-            source = dict(seeded_model(self._config, seed).named_parameters())
-            for name, param in self._model.named_parameters():
-                param.copy_(source[name])
 
     async def spec(self, engine: Engine, **changes: Any) -> WeightGroupSpec:
         """The group of the next epoch: this learner and the engine."""
@@ -64,7 +64,7 @@ class ContractLearner:
             store_port=port,
             learner_layouts=(self.layout,),
             rollout_layouts=await engine.describe(),
-            wire_dtype="float32",
+            wire_dtype=self._wire_dtype,
             round_bytes=ROUND_BYTES,
             timeout_s=120.0,
         )
@@ -87,11 +87,6 @@ class ContractLearner:
             await asyncio.wait([sending])
         return sending.result(), received
 
-    async def push_seed(self, engine: Engine, seed: int, version: int) -> None:
-        """Pushes the weights of a seed."""
-        self.set_seed(seed)
-        await self.push(engine, version)
-
     def close(self) -> None:
         """Leaves the group."""
         self._publisher.leave()
@@ -99,6 +94,26 @@ class ContractLearner:
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+class ContractLearner(PushingLearner):
+    """A learner whose weights are those of a seed."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        self._config, self._model = config, seeded_model(config, seed=0).to(options.get("device", CPU))
+        super().__init__(self._model, **options)
+
+    def set_seed(self, seed: int) -> None:
+        """Takes over the weights of a seed."""
+        with torch.no_grad():
+            source = dict(seeded_model(self._config, seed).named_parameters())
+            for name, param in self._model.named_parameters():
+                param.copy_(source[name])
+
+    async def push_seed(self, engine: Engine, seed: int, version: int) -> None:
+        """Pushes the weights of a seed."""
+        self.set_seed(seed)
+        await self.push(engine, version)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +126,7 @@ class Subject:
         freeze: stops the engine's processes, or lets them go on.
         processes: the engine's processes.
         has_versions: whether its samples tell which weights drew which tokens.
+        dtype: of its parameters, and of pushes into it.
     """
 
     engine: Engine
@@ -120,6 +136,7 @@ class Subject:
     freeze: Callable[[bool], None]
     processes: Callable[[], list[psutil.Process]]
     has_versions: bool = True
+    dtype: str = "float32"
 
 
 def _model_config() -> Any:
@@ -211,12 +228,15 @@ async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
 
 @asynccontextmanager
 async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
-    """SGLang on the CPU, as a rollout server starts it."""
+    """SGLang as a rollout server starts it: on a GPU in bfloat16, if there is one, else on the CPU."""
+    from paceline.rollout.engines.sglang.arguments import has_gpu
     from paceline.rollout.engines.sglang.engine import SglangEngine
 
     model = _model_config()
     save_config(model, folder)
-    engine = await SglangEngine.start(_run_config(folder, "sglang"))
+    device, dtype = (torch.device("cuda"), "bfloat16") if has_gpu() else (CPU, "float32")
+    on_device = ON_GPU if has_gpu() else {}
+    engine = await SglangEngine.start(_run_config(folder, "sglang", dtype, **on_device))
 
     def processes() -> list[psutil.Process]:
         return [] if engine._link is None else [psutil.Process(each.pid) for each in engine._link._children]
@@ -238,7 +258,7 @@ async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
         for process in processes():
             process.suspend() if stopped else process.resume()
 
-    learner = ContractLearner(model)
+    learner = ContractLearner(model, device=device, wire_dtype=dtype)
     yield Subject(
         engine=engine,
         learner=learner,
@@ -247,6 +267,7 @@ async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
         freeze=freeze,
         processes=processes,
         has_versions=False,
+        dtype=dtype,
     )
     learner.close()
     await engine.shutdown()
@@ -272,7 +293,7 @@ def fake_sglang() -> Iterator[None]:
         del sys.modules[name]
 
 
-def _run_config(folder: Path, name: str, **rollout: Any) -> RunConfig:
+def _run_config(folder: Path, name: str, dtype: str = "float32", **rollout: Any) -> RunConfig:
     return parse(
         RunConfig,
         {
@@ -281,7 +302,7 @@ def _run_config(folder: Path, name: str, **rollout: Any) -> RunConfig:
                 "max_prompt_length": MAX_PROMPT,
                 "max_response_length": MAX_RESPONSE,
             },
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "dtype": dtype},
             "rollout": {"name": name, "max_num_seqs": 32, "threads": 1, **rollout},
             "reward": {"functions": [{"name": "exact_match"}]},
             "trainer": {"total_steps": 1},
