@@ -13,9 +13,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 SIZES = {
@@ -51,20 +52,22 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_config(model_type: str, **changes: Any) -> Any:
-    """A tiny configuration that vLLM's build for the CPU can run."""
+def family_config(model_type: str, larger: Mapping[str, int] = MappingProxyType({}), **changes: Any) -> Any:
+    """A tiny configuration that vLLM's build for the CPU can run; `larger` are sizes instead of `SIZES`."""
     from support.architectures import tiny_config
 
     config = tiny_config(model_type)
     known = {*vars(config), *config.attribute_map}
-    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes = {name: value for name, value in {**SIZES, **larger}.items() if name in known}
     return tiny_config(model_type, **(sizes | CHANGES.get(model_type, {}) | changes))
 
 
-def export(model_type: str, folder: Path, **changes: Any) -> dict[str, Any]:
+def export(
+    model_type: str, folder: Path, larger: Mapping[str, int] = MappingProxyType({}), **changes: Any
+) -> dict[str, Any]:
     """Writes a tiny model as the learner exports it; returns the learner's tensors.
 
-    `changes` are those of `family_config`.
+    `larger` and `changes` are those of `family_config`.
     """
     import torch
 
@@ -72,7 +75,7 @@ def export(model_type: str, folder: Path, **changes: Any) -> dict[str, Any]:
     from paceline.learner.model.loading import draw_normal, empty_lm
     from paceline.weights import corrections
 
-    config = family_config(model_type, **changes)
+    config = family_config(model_type, larger, **changes)
     source = folder / "source"
     lm = empty_lm(config)
     config.architectures = [type(lm).__name__]
