@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -102,22 +103,29 @@ def test_gpus_that_two_members_see_count_once_and_the_fullest_is_shown() -> None
     assert not any("gpu" in name for name in fleet.metrics())
 
 
-def test_a_process_counts_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_EVERY_S", 0.0)
-    sampler = UsageSampler(uses_gpus=False)
-    before = sampler.sample()
-    work = "taken = bytearray(200 << 20); sum(range(20_000_000)); print('done', flush=True)"
-    command = [sys.executable, "-c", f"import sys; {work}; sys.stdin.read()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"done\n"
-        during = sampler.sample()
-        assert child.stdin is not None
-        child.stdin.close()
-    after = sampler.sample()
-    assert during.memory_bytes - before.memory_bytes > 150 << 20
-    assert after.memory_bytes < during.memory_bytes - (150 << 20)
-    assert 0.1 < during.cpu_seconds - before.cpu_seconds <= after.cpu_seconds - before.cpu_seconds
+# Run as a process of its own, which has no other children.
+COUNTS_A_CHILD = """
+import json, subprocess, sys
+from paceline.service.observability import usage as sampling
+sampling._EVERY_S = 0.0
+sampler = sampling.UsageSampler(uses_gpus=False)
+samples = [sampler.sample()]
+work = "taken = bytearray(200 << 20); sum(range(20_000_000)); print('done', flush=True); open(0).read()"
+with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    assert child.stdout.readline() == b"done\\n"
+    samples.append(sampler.sample())
+    child.stdin.close()
+samples.append(sampler.sample())
+print(json.dumps([[one.memory_bytes, one.cpu_seconds] for one in samples]))
+"""
+
+
+def test_a_process_counts_what_it_has_started() -> None:
+    output = subprocess.run([sys.executable, "-c", COUNTS_A_CHILD], capture_output=True, check=True).stdout
+    (before, started), (during, worked), (after, ended) = json.loads(output)
+    assert during - before > 150 << 20
+    assert after < during - (150 << 20)
+    assert 0.1 < worked - started <= ended - started
 
 
 def test_the_time_of_processes_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
