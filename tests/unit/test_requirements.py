@@ -9,6 +9,7 @@ import subprocess
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -23,14 +24,15 @@ def pinned() -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==([\w.+]+)\s*$", lines, re.MULTILINE))
 
 
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def test_every_pinned_package_installs_on_the_first_release_of_each_supported_python() -> None:
-    installed = {
-        re.sub(r"[-_.]+", "-", package.name).lower(): package
-        for package in importlib.metadata.distributions()
-    }
+    installed = {normal(package.name): package for package in importlib.metadata.distributions()}
     compared, refused = 0, []
     for name, version in pinned().items():
-        package = installed.get(re.sub(r"[-_.]+", "-", name).lower())
+        package = installed.get(normal(name))
         if package is None or package.version != version:
             continue
         compared += 1
@@ -38,6 +40,25 @@ def test_every_pinned_package_installs_on_the_first_release_of_each_supported_py
         refused += [f"{name}=={version} on {python}" for python in PYTHONS if python not in allowed]
     assert not refused, "pin an older version"
     assert compared > 150, "run this in the environment of make venv"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_are_what_the_pinned_packages_require_of_each_other(python: str) -> None:
+    pins = {normal(name): version for name, version in pinned().items()}
+    markers = {"python_version": python.rpartition(".")[0], "python_full_version": python, "extra": ""}
+    compared, refused = 0, []
+    for package in importlib.metadata.distributions():
+        if pins.get(normal(package.name)) != package.version or package.name == "grpcio-tools":
+            continue  # grpcio-tools only generates code, which must be readable by older protobufs
+        for needed in map(Requirement, package.requires or []):
+            version = pins.get(normal(needed.name))
+            if version is None or not (needed.marker is None or needed.marker.evaluate(markers)):
+                continue
+            compared += 1
+            if not needed.specifier.contains(version, prereleases=True):
+                refused.append(f"{package.name} requires {needed}, pinned is {version}")
+    assert refused == []
+    assert compared > 300, "run this in the environment of make venv"
 
 
 def versions_tool() -> ModuleType:
