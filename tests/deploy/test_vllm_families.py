@@ -64,6 +64,7 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
         "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_vl_moe",
     }
     assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)
     planned = {kind for kind, row in outcomes.items() if row["planned"] is not None}

@@ -30,6 +30,7 @@ from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with
 from paceline.weights.digest.agreement import model_digest
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.wire import image_of
+from support.image_rows import reference_logits
 from support.tiny_vl import drawn_image, save_tiny_vl, tiny_vl_config, tiny_vl_model
 
 pytestmark = [
@@ -54,10 +55,12 @@ class Setup:
     folder: Path
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
-    before = dict(os.environ)
-    folder = save_tiny_vl(tmp_path_factory.mktemp("tiny"), weights=False)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+async def setup(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Setup]:
+    before, kind = dict(os.environ), str(request.param)
+    folder = save_tiny_vl(tmp_path_factory.mktemp("tiny"), kind=kind, weights=False)
     config = parse(
         RunConfig,
         {
@@ -75,7 +78,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         },
     )
     engine = await VllmEngine.start(config)
-    model = tiny_vl_model(1)
+    model = tiny_vl_model(1, kind)
     publisher, threads = WeightPublisher(model, torch.device("cpu")), ThreadPoolExecutor(max_workers=1)
     versions = iter(range(100))
 
@@ -140,22 +143,16 @@ def request(name: str, images: Sequence[LoadedImage], **changes: Any) -> SampleR
 
 @torch.no_grad()
 def reference(model: Any, asked: SampleRequest, response: Sequence[int]) -> np.ndarray:
-    """Log-probabilities (R, vocabulary) of a float32 forward pass at the response's positions.
-
-    From embeddings: a response may hold the placeholder too, as a token like any other.
-    """
+    """Log-probabilities (R, vocabulary) of a float32 forward pass at the response's positions."""
     prompt = torch.tensor(asked.prompt_token_ids)
     ids = torch.cat([prompt, torch.tensor(response)])[None]
-    places = torch.nonzero(prompt == model.config.image_token_id)[:, 0]
     kinds = torch.zeros_like(ids, dtype=torch.int32)
-    kinds[0, places] = 1
-    embeddings, grids = model.get_input_embeddings()(ids), None
+    kinds[0, : len(prompt)] = prompt == model.config.image_token_id
+    pixels = grids = None
     if asked.images:
         grids = torch.tensor([image.image.grid for image in asked.images])
         pixels = torch.from_numpy(np.concatenate([image.pixels for image in asked.images]))
-        embeddings[0, places] = model.model.visual(pixels, grid_thw=grids).pooler_output
-    positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
-    logits = model(inputs_embeds=embeddings, position_ids=positions).logits[0]
+    logits = reference_logits(model, ids, kinds, pixels, grids)
     return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1).numpy()
 
 

@@ -18,6 +18,7 @@ from paceline.learner.model import self_test
 from paceline.learner.model.architectures import logit_scale, require_compilable, require_shared_tokens
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.folder import gathered_tensors, write_folder
+from paceline.learner.model.image_states import EmbeddedTokens
 from paceline.learner.model.loading import Precision, hugging_face_names, load_policy
 from paceline.learner.model.self_test import check_model
 from paceline.models.facts import ARCHITECTURES
@@ -63,6 +64,23 @@ def test_a_model_that_takes_images_is_tested_with_some(
     )
     with pytest.raises(ModelError, match=r"differ from those of each sequence alone by up to [0-9.]+ nats"):
         check(tmp_path, tiny_config("qwen2_5_vl"))
+
+
+def test_states_for_decoder_layers_that_do_not_arrive_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of each layer: the small model has one above the last that gets any."""
+    plain = EmbeddedTokens.part
+    for missing in (0, 1):
+
+        def part(tokens: EmbeddedTokens, start: int, length: int, missing: int = missing) -> dict[str, Any]:
+            inputs = plain(tokens, start, length)
+            inputs["deepstack_visual_embeds"][missing] *= 0
+            return inputs
+
+        monkeypatch.setattr(EmbeddedTokens, "part", part)
+        with pytest.raises(ModelError, match=r"those of each sequence alone by up to [0-9.]+ nats"):
+            check(tmp_path, tiny_config("qwen3_vl"))
 
 
 def test_rows_beyond_a_window_that_vllm_counts_otherwise_are_refused(tmp_path: Path) -> None:

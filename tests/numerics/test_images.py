@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2_5_VLConfig
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
@@ -26,8 +26,9 @@ from paceline.learner.export import export
 from paceline.learner.model import loading
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.decoder.layers import LayerOptions
+from paceline.learner.model.image_states import vision_tower
 from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
-from paceline.learner.model.networks import body_of, vision_tower
+from paceline.learner.model.networks import body_of
 from paceline.models.model_shape import ModelShape, TowerShape
 from paceline.rollout.engines.weights.checkpoint import learner_shapes
 from paceline.sizing.memory.learner_memory import LearnerMemory
@@ -56,14 +57,15 @@ FLOAT32 = Precision(compute=torch.float32)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models: with a head of its own, and with one that is tied to the embeddings."""
+    """Models with a head of their own and one that is tied to the embeddings, and with DeepStack."""
+    kinds = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", False)]
     return [
-        write_tiny_vl(tmp_path_factory.mktemp("model"), seed=5, tie_word_embeddings=is_tied)
-        for is_tied in (False, True)
+        write_tiny_vl(tmp_path_factory.mktemp("model"), kind=kind, seed=5, tie_word_embeddings=is_tied)
+        for kind, is_tied in kinds
     ]
 
 
-@pytest.fixture(scope="module", params=[0, *more(1)], ids=["own head", "tied head"])
+@pytest.fixture(scope="module", params=[0, *more(1), 2], ids=["own head", "tied head", "DeepStack"])
 def number(request: pytest.FixtureRequest) -> int:
     """The model's, among `folders`."""
     return int(request.param)
@@ -83,9 +85,7 @@ def on_two_ranks(folders: list[Path]) -> list[Any]:
 
 
 def hugging_face(folder: Path) -> Any:
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+    model: Any = AutoModelForImageTextToText.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
     model.model.visual.requires_grad_(False)
@@ -322,7 +322,7 @@ def test_values_see_the_images_as_log_probs_do(folder: Path, ranks: Ranks) -> No
 
 
 def test_a_reward_model_is_not_made_of_it(folder: Path) -> None:
-    with pytest.raises(ModelError, match="qwen2_5_vl takes images, too"):
+    with pytest.raises(ModelError, match=r"qwen\w+_vl takes images, too"):
         require_text_alone(loading.read_config(folder))
 
 
@@ -332,10 +332,13 @@ def test_a_folder_that_lacks_a_tensor_of_the_tower_is_refused(
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
-    del tensors["visual.merger.ln_q.weight"]
+    norm = next(
+        name for name in tensors if name.endswith(("merger.ln_q.weight", "visual.merger.norm.weight"))
+    )
+    del tensors[norm]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"no tensor 'model\.visual\.merger\.ln_q\.weight'"):
+    with pytest.raises(ModelError, match=r"no tensor 'model\.visual\.merger\.(ln_q|norm)\.weight'"):
         load_policy(tmp_path, ranks, FLOAT32)
 
 
@@ -482,10 +485,11 @@ def test_bfloat16_computes_the_tower_too(folder: Path, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_memory_plan_counts_what_the_learner_keeps(
-    tmp_path: Path, ranks: Ranks, dtype: str, lora: Any
+    tmp_path: Path, ranks: Ranks, kind: str, dtype: str, lora: Any
 ) -> None:
-    folder = write_tiny_vl(tmp_path / "model", num_experts=0, num_local_experts=0)
+    folder = write_tiny_vl(tmp_path / "model", kind=kind, num_experts=0, num_local_experts=0)
     learner = build(ranks, folder, model={"path": str(folder), "dtype": dtype, "lora": lora})
     take_image_step(learner, 1)
     shape = ModelShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -504,22 +508,30 @@ def test_the_memory_plan_counts_what_the_learner_keeps(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_plan_bounds_the_towers_activations(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("qwen2_5_vl", {"intermediate_size": 684, "fullatt_block_indexes": [1]}),
+        ("qwen3_vl", {"intermediate_size": 956, "depth": 4, "deepstack_visual_indexes": [0, 1, 2]}),
+    ],
+)
+def test_the_memory_plan_bounds_the_towers_activations(
+    kind: str, sizes: dict[str, Any], dtype: torch.dtype
+) -> None:
     """By torch's own count, with sizes in the proportion of the published models'."""
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-    sizes = {"depth": 2, "hidden_size": 256, "intermediate_size": 684, "out_hidden_size": 512, "num_heads": 4}
-    config = Qwen2_5_VLConfig(vision_config=sizes | {"fullatt_block_indexes": [1]}).vision_config
-    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, dtype=dtype)
+    common = {"depth": 2, "hidden_size": 256, "out_hidden_size": 512, "num_heads": 4}
+    config: Any = AutoConfig.for_model(kind, vision_config=common | sizes).vision_config
+    tower: Any = AutoModel.from_config(config, dtype=dtype)
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
 
     @torch.no_grad()
     def most(height: int) -> int:
-        pixels = torch.zeros(height * 16, 1176)
+        pixels = torch.zeros(height * 16, width)
         with LiveBytes() as live:
             tower(pixels, grid_thw=torch.tensor([[1, height, 16]]))
         return live.most
 
     # Of two sizes, since some memory does not depend on the number of patches.
     measured = (most(48) - most(16)) / (32 * 16)
-    bound = TowerShape.of(config.to_dict()).activations(1, dtype.itemsize) - 4 * 1176
+    bound = TowerShape.of(config.to_dict()).activations(1, dtype.itemsize) - 4 * width
     assert measured < bound < 2.5 * measured

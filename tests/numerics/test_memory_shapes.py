@@ -34,6 +34,7 @@ KINDS = (
     "olmoe",
     "gpt_oss",
     "minimax_m2",
+    "qwen3_vl_moe",
 )
 LENGTH = 16
 """What padded batches of short sequences have room for without a free place"""

@@ -54,8 +54,7 @@ _HYBRID: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-_HYBRID_WITH_IMAGES: dict[str, Any] = {
-    **_HYBRID,
+_INTERLEAVED: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -63,7 +62,10 @@ _HYBRID_WITH_IMAGES: dict[str, Any] = {
         "mrope_interleaved": True,
         "partial_rotary_factor": 1.0,
     },
+    "tie_word_embeddings": False,
 }
+
+_HYBRID_WITH_IMAGES: dict[str, Any] = {**_HYBRID, **_INTERLEAVED}
 
 _TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
@@ -72,6 +74,8 @@ _TEXT: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": _HYBRID_WITH_IMAGES,
     "qwen3_5_moe": _HYBRID_WITH_IMAGES,
+    "qwen3_vl": _INTERLEAVED,
+    "qwen3_vl_moe": _INTERLEAVED | {"shared_expert_intermediate_size": 0, "moe_intermediate_size": 24},
 }
 """Of the language model inside one that takes images, beside `_SIZES`."""
 
@@ -96,6 +100,8 @@ _IMAGE_TOKENS: dict[str, Any] = {
 _VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": _TOWER,
     "qwen3_5_moe": _TOWER,
+    "qwen3_vl": _TOWER | {"deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl_moe": _TOWER | {"deepstack_visual_indexes": [0, 1]},
     "qwen2_5_vl": {
         "depth": 2,
         "fullatt_block_indexes": [1],
@@ -178,6 +184,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _IMAGE_TOKENS,
     "qwen3_5": _IMAGE_TOKENS,
     "qwen3_5_moe": _IMAGE_TOKENS,
+    "qwen3_vl": _IMAGE_TOKENS,
+    "qwen3_vl_moe": _IMAGE_TOKENS,
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "minimax_m2": {"rotary_dim": 4},
 }

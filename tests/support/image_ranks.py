@@ -118,7 +118,8 @@ def steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
 def tower_in_tf32(ranks: Ranks, model: str) -> list[bool]:
     """Whether cuDNN may use TF32 in each forward pass of the tower's convolution."""
     from paceline.learner.batch.pack import pack
-    from paceline.learner.model.networks import body_of, vision_tower
+    from paceline.learner.model.image_states import vision_tower
+    from paceline.learner.model.networks import body_of
 
     network, seen = build(ranks, Path(model)).actor.network, list[bool]()
     tower: Any = vision_tower(body_of(network.lm))

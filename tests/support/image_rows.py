@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from paceline.learner.batch.types import PackedRow, PromptImage
 from support.architectures import tiny_config
@@ -30,13 +32,11 @@ PROMPTS: tuple[tuple[Part, ...], ...] = (
 """None, one, several in a row, one at each end."""
 
 
-def write_tiny_vl(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A tiny Qwen2.5-VL as transformers writes it."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
+def write_tiny_vl(folder: Path, *, kind: str = KIND, seed: int = 0, **changes: Any) -> Path:
+    """A tiny model of this kind as transformers writes it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(tiny_config(KIND, **changes))
+        model: Any = AutoModelForImageTextToText.from_config(tiny_config(kind, **changes))
         for parameter in model.model.visual.parameters():
             if parameter.ndim == 1:
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.2)
@@ -105,18 +105,25 @@ def reference_positions(lm: Any, row: PackedRow) -> Tensor:
 def reference_log_probs(lm: Any, row: PackedRow, temperature: float = 1.0) -> Tensor:
     """Log-probs of the response, by transformers' own forward pass of one row."""
     ids, kinds, grids = _inputs(row)
+    pixels = torch.from_numpy(np.concatenate([image.pixels for image in row.images])) if row.images else None
     start = len(row.prompt_token_ids)
-    arguments: dict[str, Any] = {}
-    embeddings = lm.get_input_embeddings()(ids)
-    if row.images:
-        pixels = torch.from_numpy(np.concatenate([image.pixels for image in row.images]))
-        states = torch.cat(lm.get_image_features(pixels, grids, return_dict=True).pooler_output)
-        # Its own search for placeholders would take those of the response, too.
-        embeddings = embeddings.masked_scatter((kinds == 1).unsqueeze(-1), states)
-        arguments["position_ids"] = lm.model.get_rope_index(ids, kinds, image_grid_thw=grids)[0]
-    logits = lm(inputs_embeds=embeddings, use_cache=False, **arguments).logits[0, start - 1 : -1]
+    logits = reference_logits(lm, ids, kinds, pixels, grids)[start - 1 : -1]
     scores = (logits.float() / temperature).log_softmax(-1)
     return scores.gather(-1, ids[0, start:, None]).squeeze(-1)
+
+
+def reference_logits(
+    lm: Any, ids: Tensor, kinds: Tensor, pixels: Tensor | None, grids: Tensor | None
+) -> Tensor:
+    """Logits (T, V) by transformers' own forward pass of one sequence (1, T); `kinds` is 1 for images.
+
+    Its own search for placeholders would take those of the response, too, which are text.
+    """
+    places = (kinds == 1).unsqueeze(-1)
+    images = {} if pixels is None else {"pixel_values": pixels, "image_grid_thw": grids}
+    masks = (places, torch.zeros_like(places))
+    with mock.patch.object(lm.model, "get_placeholder_mask", return_value=masks):
+        return lm(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **images).logits[0]
 
 
 def _inputs(row: PackedRow) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -38,6 +38,9 @@ MESHES: dict[str, tuple[int, int | None]] = {
 }
 """Of four ranks, by name: `learner.context_parallel` and `learner.fsdp_size`."""
 
+IMAGES_KIND = "qwen3_vl"
+"""Each rank adds the tower's states to its own tokens in the first decoder layers, too."""
+
 VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "windows": ("qwen2", {"actor": {"shared_prompts": "off"}}),
     "shared prompts": ("qwen2", {"actor": {"shared_prompts": "on"}}),
@@ -45,7 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
     "replay": ("qwen3_moe", {"actor": {"shared_prompts": "on", "router_replay": True, "use_kl_loss": True}}),
     "images": (
-        image_rows.KIND,
+        IMAGES_KIND,
         {
             "data": {"train_batch_size": len(image_rows.PROMPTS), "max_prompt_length": 48},
             "algorithm": image_ranks.GROUPS,
@@ -79,8 +82,8 @@ def write_models(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     for kind in {kind for kind, _ in VARIANTS.values()}:
-        if kind == image_rows.KIND:
-            image_rows.write_tiny_vl(folder / kind)
+        if kind == IMAGES_KIND:
+            image_rows.write_tiny_vl(folder / kind, kind=kind)
             continue
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -129,7 +132,7 @@ def steps(
         load(learner, Path(resume))
     for step in range(learner.version + 1, NUM_STEPS + 1):
         choices = (3, 4, 2) if variant == "replay" else None
-        has_images = VARIANTS[variant][0] == image_rows.KIND
+        has_images = VARIANTS[variant][0] == IMAGES_KIND
         take = (
             image_ranks.take_image_step
             if has_images

@@ -1,4 +1,4 @@
-"""A tiny random Qwen2.5-VL with the files of a published one: weights, tokenizer, image processor."""
+"""A tiny random Qwen2.5-VL or Qwen3-VL with a published one's files: weights, tokenizer, image processor."""
 
 from __future__ import annotations
 
@@ -53,12 +53,27 @@ def tiny_vl_tokenizer() -> Any:
     return made
 
 
-def tiny_vl_config(**changes: Any) -> Any:
-    """Two layers of text and two of vision, one with windows: heads of a size that vLLM's CPU build takes.
+ROPE: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"mrope_section": [4, 6, 6]},
+    "qwen3_vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+}
+ROPE["qwen3_vl_moe"] = ROPE["qwen3_vl"]
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
+TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 
+
+def tiny_vl_config(kind: str = "qwen2_5_vl", **changes: Any) -> Any:
+    """A few layers of text and two of vision: heads of a size that vLLM's CPU build takes.
+
+    Qwen2.5-VL's tower has a layer with windows. Qwen3-VL's gives states to two of three decoder layers.
     `changes` replace values of the text's configuration.
     """
-    from transformers import Qwen2_5_VLConfig
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     tokenizer = tiny_vl_tokenizer()
     ids = {
@@ -68,16 +83,18 @@ def tiny_vl_config(**changes: Any) -> Any:
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 160,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 2 if kind == "qwen2_5_vl" else 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **ROPE[kind]},
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "initializer_range": 0.15,
         "tie_word_embeddings": False,
+        **(EXPERTS if kind == "qwen3_vl_moe" else {}),
     }
     vision = {
         "depth": 2,
@@ -87,11 +104,11 @@ def tiny_vl_config(**changes: Any) -> Any:
         "out_hidden_size": text["hidden_size"],
         "patch_size": PATCH_SIZE,
         "spatial_merge_size": MERGE_SIZE,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
         "initializer_range": 0.15,
+        **TOWERS[kind],
     }
-    return Qwen2_5_VLConfig(
+    config: Any = AutoConfig.for_model(
+        kind,
         text_config=text | changes,
         vision_config=vision,
         image_token_id=ids[IMAGE],
@@ -99,30 +116,34 @@ def tiny_vl_config(**changes: Any) -> Any:
         vision_start_token_id=ids[VISION_START],
         vision_end_token_id=ids[VISION_END],
         tie_word_embeddings=False,
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
     )
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]]
+    return config
 
 
-def tiny_vl_model(seed: int = 0, **changes: Any) -> Any:
+def tiny_vl_model(seed: int = 0, kind: str = "qwen2_5_vl", **changes: Any) -> Any:
     """The float32 model in evaluation mode; the same seed gives the same weights in every process."""
     import torch
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     from support.push_models import randomize
 
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration._from_config(tiny_vl_config(**changes), dtype=torch.float32)
+    config = tiny_vl_config(kind, **changes)
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     return model.eval()
 
 
-def save_tiny_vl(folder: Path, seed: int = 0, *, weights: bool = True, **changes: Any) -> Path:
+def save_tiny_vl(
+    folder: Path, seed: int = 0, *, kind: str = "qwen2_5_vl", weights: bool = True, **changes: Any
+) -> Path:
     """A model folder as published ones are; without `weights` it needs no torch."""
     folder.mkdir(parents=True, exist_ok=True)
     if weights:
-        tiny_vl_model(seed, **changes).save_pretrained(folder)
+        tiny_vl_model(seed, kind, **changes).save_pretrained(folder)
     else:
-        tiny_vl_config(**changes).save_pretrained(folder)
+        tiny_vl_config(kind, **changes).save_pretrained(folder)
     tiny_vl_tokenizer().save_pretrained(folder)
     processor = {
         "processor_class": "Qwen2_5_VLProcessor",

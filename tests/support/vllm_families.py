@@ -47,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 64, "vocab_size_per_layer_input": SIZES["vocab_size"]},
     "cohere2": {"sliding_window": 32},  # no row is longer: vLLM's window is a token longer
     "qwen3_5_moe": {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "qwen3_vl_moe": {"hidden_size": 128, "moe_intermediate_size": 64},
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 3},
 }

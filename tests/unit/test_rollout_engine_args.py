@@ -127,6 +127,19 @@ def test_vllm_is_told_how_a_model_with_corrections_of_scores_routes(tmp_path: Pa
     assert "hf_overrides" not in engine_arguments(settings, on_cpu=False)
 
 
+def test_what_a_language_model_with_images_lacks_is_told_at_its_part(tmp_path: Path) -> None:
+    tree = {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {"model_type": "qwen3_vl_moe_text"},
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    settings = config()
+    given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    expected = {"text_config": {"norm_topk_prob": True}}
+    assert engine_arguments(given, on_cpu=False)["hf_overrides"] == expected
+
+
 @pytest.mark.parametrize(
     "tree",
     [

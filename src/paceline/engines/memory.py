@@ -81,12 +81,15 @@ class EngineMemory:
 
     @staticmethod
     def _of_images(config: RunConfig, shape: ModelShape, bytes_per_number: int) -> int:
-        """Returns the bytes of the tower's activations for a batch's images, and of their kept states."""
+        """Returns the bytes of the tower's activations for a batch's images, and of their kept states.
+
+        States for decoder layers are kept twice: per image, and for the tokens of a pass.
+        """
         if shape.tower is None or config.data.image_key is None:
             return 0
         prefill = (facts.prefill_tokens for facts in _engines(config))
         num_tokens = max(*prefill, config.data.max_prompt_length)
-        states = num_tokens * shape.tower.out * bytes_per_number
+        states = num_tokens * (1 + 2 * shape.tower.num_features) * shape.tower.out * bytes_per_number
         return states + shape.tower.activations(shape.num_patches(num_tokens), bytes_per_number)
 
     def budget_for(self, num_tokens: int) -> int:

@@ -38,6 +38,7 @@ class ModelFamily:
         multiplies_logits: whether `logits_scaling` multiplies the logits instead of dividing them.
         stored_names: parts of tensor names, as pairs: in transformers' model, in checkpoints.
         stacks_experts: whether checkpoints also store all experts of a layer in one tensor per projection.
+        transposes_experts: whether checkpoints store an expert's matrices transposed, (inputs, outputs).
         keys_for_engines: keys and values that engines need in config.json but transformers does not write.
         has_layers_of_own_sizes: whether layers differ in kind, or in the sizes of heads, keys or MLPs.
         has_states: whether some layers have a state per sequence, which each token updates.
@@ -60,6 +61,7 @@ class ModelFamily:
     multiplies_logits: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
     stacks_experts: bool = False
+    transposes_experts: bool = False
     keys_for_engines: tuple[tuple[str, str | bool], ...] = ()
     has_layers_of_own_sizes: bool = False
     has_states: bool = False
@@ -129,6 +131,17 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "qwen3_5_moe_text": ModelFamily(name="Qwen 3.5 MoE, text", has_layers_of_own_sizes=True, has_states=True),
     "qwen3_5_text": ModelFamily(name="Qwen 3.5, text", has_layers_of_own_sizes=True, has_states=True),
     "qwen3_next": ModelFamily(name="Qwen 3 Next", has_layers_of_own_sizes=True, has_states=True),
+    "qwen3_vl": ModelFamily(name="Qwen 3 VL", has_head_norms=True, takes_images=True),
+    "qwen3_vl_moe": ModelFamily(
+        name="Qwen 3 VL MoE", has_head_norms=True, takes_images=True, transposes_experts=True
+    ),
+    "qwen3_vl_moe_text": ModelFamily(
+        name="Qwen 3 VL MoE's decoder",
+        is_tested=False,
+        has_head_norms=True,
+        keys_for_engines=(("norm_topk_prob", True),),
+    ),
+    "qwen3_vl_text": ModelFamily(name="Qwen 3 VL's decoder", has_head_norms=True, is_tested=False),
     "seed_oss": ModelFamily(name="Seed-OSS"),
     "smollm3": ModelFamily(name="SmolLM3"),
     "starcoder2": ModelFamily(name="StarCoder 2"),

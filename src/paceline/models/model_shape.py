@@ -15,7 +15,14 @@ _FLOAT32_STATES = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerShape:
-    """The sizes of Qwen2.5-VL's vision tower. `width`: numbers per patch; `out`: numbers per image token."""
+    """The sizes of a vision tower, Qwen2.5-VL's or Qwen3-VL's.
+
+    Attributes:
+        width: numbers per patch.
+        out: numbers per image token.
+        num_positions: number of learned positions, which only Qwen3-VL's tower has.
+        num_features: number of decoder layers to which the tower also gives states.
+    """
 
     hidden: int
     intermediate: int
@@ -23,6 +30,8 @@ class TowerShape:
     width: int
     merge_size: int
     out: int
+    num_positions: int = 0
+    num_features: int = 0
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> TowerShape:
@@ -42,17 +51,28 @@ class TowerShape:
             width=channels * int(tree.get("temporal_patch_size", 2)) * patch_size**2,
             merge_size=int(tree.get("spatial_merge_size", 2)),
             out=int(tree["out_hidden_size"]),
+            num_positions=int(tree.get("num_position_embeddings") or 0),
+            num_features=len(tree.get("deepstack_visual_indexes") or ()),
         )
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of patch embedding, layers and merger."""
+        """Number of parameters of patch embedding, layers and mergers.
+
+        Qwen2.5-VL's MLPs have a gate, and its norms and patch embedding no biases.
+        """
         attention = 4 * self.hidden * (self.hidden + 1)
-        mlp = 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
         merged = self.hidden * self.patches_per_token
-        merger = self.hidden + merged * (merged + 1) + (merged + 1) * self.out
+        merger = merged * (merged + 1) + (merged + 1) * self.out
+        if self.num_positions:
+            mlp = 2 * self.hidden * self.intermediate + self.intermediate + self.hidden
+            layers = self.num_layers * (attention + mlp + 4 * self.hidden)
+            features = self.num_features * (merger + 2 * merged)
+            embedding = (self.width + 1 + self.num_positions) * self.hidden
+            return embedding + layers + merger + 2 * self.hidden + features
+        mlp = 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
         layers = self.num_layers * (attention + mlp + 2 * self.hidden)
-        return self.width * self.hidden + layers + merger
+        return self.width * self.hidden + layers + merger + self.hidden
 
     @property
     def patches_per_token(self) -> int:
@@ -63,12 +83,14 @@ class TowerShape:
         """Returns the bytes of a forward pass over `num_patches` patches without a backward pass.
 
         The result is the maximum over three parts: the patch embedding, which copies the pixels; rotary
-        embedding and attention; the MLP. The float32 pixels themselves stay on the GPU.
+        embedding and attention; the MLP. The float32 pixels themselves stay on the GPU, as do the states for
+        decoder layers.
         """
         embedding = 4 * self.width * bytes_per_number
         attention = (5 * bytes_per_number + 4 * _FLOAT32_STATES) * self.hidden
         mlp = (3 * self.intermediate + 2 * self.hidden) * bytes_per_number
-        return num_patches * (4 * self.width + max(embedding, attention, mlp))
+        features = self.num_features * self.out * bytes_per_number // self.patches_per_token
+        return num_patches * (4 * self.width + max(embedding, attention, mlp) + features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

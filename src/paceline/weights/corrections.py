@@ -33,9 +33,12 @@ NUM_PARTS: Final = 3
 
 
 def missing_keys(config: Mapping[str, Any]) -> dict[str, str | bool]:
-    """Finds missing keys of config.json by which engines recognise a model with corrections.
+    """Finds missing keys by which engines recognise how a model chooses and weighs experts.
 
-    transformers does not write them. Without them an engine would choose experts by uncorrected softmax.
+    transformers does not write them.
+
+    Args:
+        config: the language model's part of config.json.
     """
     keys = family_of(config.get("model_type")).keys_for_engines
     return {key: value for key, value in keys if key not in config}

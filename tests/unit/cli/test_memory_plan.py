@@ -15,6 +15,7 @@ from paceline.config.run import RunConfig
 from paceline.core.cards import CARDS
 from paceline.core.errors import ConfigError
 from paceline.engines.memory import CONTEXT, GIB, EngineMemory
+from paceline.engines.vllm import VLLM
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
 from paceline.sizing.memory.memory_plan import MemoryPlan
@@ -70,6 +71,29 @@ THREE_VL = {
     "tie_word_embeddings": True,
     "vision_config": TOWER | {"out_hidden_size": 2048},
 }
+EIGHT_VL = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "in_channels": 3,
+        "patch_size": 16,
+        "out_hidden_size": 4096,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}
 
 
 def shape_of(tree: dict[str, Any]) -> ModelShape:
@@ -115,6 +139,8 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert seven.num_parameters == 7_615_616_512
     assert (seven.num_parameters + seven.num_frozen, seven.num_frozen) == (8_292_166_656, 676_550_144)
     assert three.num_parameters + three.num_frozen == 3_754_622_976
+    eight = shape_of(EIGHT_VL)
+    assert eight.num_parameters + eight.num_frozen == 8_767_123_696
     # As transformers writes them since its version 5.
     text = {
         name: value
@@ -576,6 +602,17 @@ def test_a_vision_tower_is_counted_where_it_is_and_never_trains() -> None:
         engines[1].rest
         == EngineMemory.of(run_of(), shape_of(SEVEN_VL)).rest + engines[1].rest - engines[0].rest
     )
+
+
+def test_an_engine_keeps_the_towers_states_for_decoder_layers_twice() -> None:
+    plain = EIGHT_VL | {"vision_config": EIGHT_VL["vision_config"] | {"deepstack_visual_indexes": []}}
+    config = run_of(data=IMAGES)
+    with_states, without = (EngineMemory.of(config, shape_of(tree)) for tree in (EIGHT_VL, plain))
+    tokens = VLLM.prefill_tokens  # more than the longest prompt
+    shape = shape_of(EIGHT_VL)
+    assert shape.tower is not None
+    per_image = 3 * 4096 * 2 // 4 * 4 * tokens  # as the tower computes them
+    assert with_states.rest - without.rest == per_image + 2 * 3 * 4096 * 2 * tokens
 
 
 def test_the_towers_activations_count_where_they_are_more_than_the_layers() -> None:

@@ -10,6 +10,7 @@ import torch
 from paceline.core.cards import card_of
 from paceline.learner.batch.planning.arithmetic import Arithmetic
 from paceline.learner.model.decoder.experts import active_parameters
+from paceline.learner.model.image_states import vision_tower
 from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.networks import (
     PolicyNetwork,
@@ -17,7 +18,6 @@ from paceline.learner.model.networks import (
     body_of,
     decoder_layers,
     output_head,
-    vision_tower,
 )
 
 
@@ -70,7 +70,8 @@ def _of_tower(tower: Any) -> tuple[int, int]:
         return 0, 0
     config = tower.config
     patches_per_token = config.spatial_merge_size**2
-    merger = sum(parameter.numel() for parameter in tower.merger.parameters())
+    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", ())]
+    merger = sum(parameter.numel() for part in mergers for parameter in part.parameters())
     rest = sum(parameter.numel() for parameter in tower.parameters()) - merger
     pair = 4 * config.hidden_size
     products = 2 * rest + 2 * merger // patches_per_token

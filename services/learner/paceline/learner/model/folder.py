@@ -23,6 +23,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import model_class
 from paceline.learner.model.loading import hugging_face_names, plain_config
 from paceline.learner.model.lora import A, B
+from paceline.models.facts import family_of
 from paceline.weights import corrections
 
 # Files that are copied from the starting model, in addition to the weights.
@@ -95,8 +96,9 @@ def write_folder(
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"):
         lm = kind.from_config(config, dtype=dtype)
-    for name, value in corrections.missing_keys(config.to_dict()).items():
-        setattr(lm.config, name, value)
+    text = lm.config.get_text_config()
+    for name, value in corrections.missing_keys(text.to_dict()).items():
+        setattr(text, name, value)
     out.mkdir(parents=True, exist_ok=True)
     wrong = _write_weights(out, tensors, lm, dtype, file_bytes)
     if wrong:
@@ -127,10 +129,18 @@ def _write_weights(out: Path, tensors: Tensors, lm: Any, dtype: torch.dtype, fil
         }
         names |= state.keys()
         if names <= expected:
-            files.add(revert_weight_conversion(lm, state))
+            stored = revert_weight_conversion(lm, state)
+            if family_of(lm.config.model_type).transposes_experts:  # transformers would not transpose them
+                stored = {name: _transposed(name, tensor) for name, tensor in stored.items()}
+            files.add(stored)
     if names == expected:
         files.finish()
     return sorted(expected ^ names)
+
+
+def _transposed(name: str, tensor: Tensor) -> Tensor:
+    """Transposes the matrices of experts; returns other tensors unchanged."""
+    return tensor.transpose(1, 2).contiguous() if ".experts." in name and tensor.ndim == 3 else tensor
 
 
 class _Files:

@@ -34,6 +34,7 @@ from paceline.learner.model.decoder.experts import (
 )
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.decoder.recurrence import use_packed_recurrence
+from paceline.learner.model.image_states import vision_tower
 from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import (
     PolicyNetwork,
@@ -41,7 +42,6 @@ from paceline.learner.model.networks import (
     body_of,
     decoder_layers,
     hidden_size,
-    vision_tower,
 )
 from paceline.learner.model.tensor_files import ModelFiles, ReadRows
 from paceline.models.facts import family_of

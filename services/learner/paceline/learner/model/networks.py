@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import MicroBatch, PackedImages
+from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.catching_up import CountedGroup
 from paceline.learner.distributed.context import put_together
 from paceline.learner.distributed.mesh import RankGroup
@@ -23,6 +23,7 @@ from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_
 from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.decoder.router_replay import give_choices, use_given_choices
 from paceline.learner.model.decoder.rows import take_rows
+from paceline.learner.model.image_states import embed_with_images
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Elements in a chunk of logits (tokens x vocabulary): 256 MiB in float32, 512 MiB in bfloat16."""
@@ -197,19 +198,18 @@ def _own_states(
         # Always concatenated, because compiled layers depend on whether their input is a view.
         position_ids = torch.cat([position_ids, more.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
-    inputs = {"input_ids": input_ids}
-    if batch.images is not None:
-        inputs = {"inputs_embeds": embed_with_images(body, input_ids, batch.images)}
-    start = 0
+    start, length = 0, input_ids.shape[1]
+    embedded = None if batch.images is None else embed_with_images(body, input_ids, batch.images)
     if context is not None:
-        length = input_ids.shape[1] // context.size
+        length //= context.size
         start = context.rank * length
-        inputs = {name: tensor[:, start : start + length] for name, tensor in inputs.items()}
+        input_ids = input_ids[:, start : start + length]
         position_ids = position_ids[..., start : start + length]
+    inputs = {"input_ids": input_ids} if embedded is None else embedded.part(start, length)
     packed = packed.for_pass(context)
     if replaying:
-        give_choices(replaying, batch.expert_choices, position_ids.shape[-1], start)
-    output = body(**inputs, position_ids=position_ids, use_cache=False, packed=packed)
+        give_choices(replaying, batch.expert_choices, length, start)
+    output = decoder_of(body)(**inputs, position_ids=position_ids, use_cache=False, packed=packed)
     states: Tensor = output.last_hidden_state[0]
     positions, places = batch.score_positions, None
     if context is not None:
@@ -234,32 +234,6 @@ def _places_within(positions: Tensor, length: int) -> Tensor:
     return places if len(places) else places.new_tensor([len(positions)])
 
 
-def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) -> Tensor:
-    """Returns the tokens' embeddings, (1, T, H); for images, the frozen vision tower's states.
-
-    Raises:
-        ModelError: the model has no vision tower.
-    """
-    tower: Any = vision_tower(body)
-    if tower is None:
-        raise ModelError(
-            f"{type(body).__name__} has no vision tower, and a prompt has images; take a model with one "
-            "(docs/models.md), or prompts without images"
-        )
-    embed: Any = body.get_input_embeddings()  # type: ignore[operator]
-    with torch.no_grad():
-        pixels = images.pixels.to(next(tower.parameters()).dtype)
-        states = tower(pixels, grid_thw=images.grids).pooler_output
-    embeddings: Tensor = embed(input_ids)[0]
-    states = states.index_select(0, images.states).to(embeddings.dtype)
-    return embeddings.index_copy(0, images.places, states).unsqueeze(0)
-
-
-def vision_tower(body: nn.Module) -> nn.Module | None:
-    """Returns the module that turns images into token states; None in a text-only model."""
-    return getattr(body, "visual", None)
-
-
 def body_of(lm: nn.Module) -> nn.Module:
     """Returns the model without its head.
 
@@ -275,13 +249,19 @@ def body_of(lm: nn.Module) -> nn.Module:
     return body
 
 
+def decoder_of(body: nn.Module) -> nn.Module:
+    """Returns the part of the body that computes on tokens: all of it, unless it has a vision tower."""
+    decoder: nn.Module = getattr(body, "language_model", body)
+    return decoder
+
+
 def decoder_layers(body: nn.Module) -> nn.ModuleList:
     """Returns the decoder layers, which are sharded separately.
 
     Raises:
         ModelError: the model has no list of decoder layers under `layers`.
     """
-    layers = getattr(getattr(body, "language_model", body), "layers", None)
+    layers = getattr(decoder_of(body), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
             f"{type(body).__name__} has no list of decoder layers; use one of the architectures of "

@@ -50,6 +50,9 @@ _SMALL = {
 }
 """Upper bounds for sizes that do not affect the test, and for windows, which the test's rows exceed."""
 
+_NUM_FEATURES = 2
+"""Number of the tower's layers, all of which give states to the decoder if the model has DeepStack."""
+
 _IMAGES = {1: ((2, (1, 6, 4)),), 4: ((0, (1, 4, 2)), (3, (1, 6, 6)))}
 """Images by row: where each begins in the prompt, and its grid in patches."""
 
@@ -171,7 +174,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
 
 
 def shrink(config: Any) -> Any:
-    """Returns a small configuration: a layer of each kind, at least two; small vocabulary and MLPs.
+    """Returns a small configuration: a layer of each kind, at least two or three; small vocabulary and MLPs.
 
     Hidden size and heads stay, because many architectures tie them to each other.
     """
@@ -189,7 +192,7 @@ def shrink(config: Any) -> Any:
         sort = (str(layer >= shares_keys), *(repr(values[layer]) for values in per_layer.values()))
         sorts.setdefault(sort, layer)
     chosen = sorted(sorts.values())
-    while len(chosen) < min(2, num_layers):
+    while len(chosen) < min(_least_layers(config), num_layers):
         chosen.append(chosen[-1])
     for name, values in per_layer.items():
         setattr(text, name, [values[layer] for layer in chosen])
@@ -207,6 +210,16 @@ def shrink(config: Any) -> Any:
     return small
 
 
+def _least_layers(config: Any) -> int:
+    """Returns the least number of layers; those to which the tower gives states have another one above."""
+    return 1 + (_NUM_FEATURES if _gives_features(config) else 1)
+
+
+def _gives_features(config: Any) -> bool:
+    """Returns whether the vision tower gives states to decoder layers, too (DeepStack)."""
+    return bool(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None))
+
+
 def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
     """Adapts settings that count or number layers to the kept layers."""
     if num_shared := getattr(text, "num_kv_shared_layers", 0):
@@ -220,16 +233,21 @@ def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
 
 
 def _shrink_tower(small: Any) -> None:
-    """Keeps a layer with windows, which the images exceed, and one without; lowers image token ids."""
+    """Keeps a layer with windows, which the images exceed, and one without; lowers image token ids.
+
+    Both layers give features to the decoder if some layers did.
+    """
     vision, most = small.vision_config, small.get_text_config().vocab_size
     vision.update(
         {
-            "depth": 2,
+            "depth": _NUM_FEATURES,
             "fullatt_block_indexes": [1],
             "window_size": 2 * vision.spatial_merge_size * vision.patch_size,
             "intermediate_size": min(vision.intermediate_size, _SMALL["intermediate_size"]),
         }
     )
+    if _gives_features(small):
+        vision.deepstack_visual_indexes = list(range(_NUM_FEATURES))
     tokens = ("image", "video", "vision_start", "vision_end")
     small.update({f"{token}_token_id": most - 1 - place for place, token in enumerate(tokens)})
 

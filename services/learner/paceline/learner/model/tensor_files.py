@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.model.quantised import FP8_SCALES, MXFP4_PARTS, block_fp8, mxfp4
-from paceline.models.facts import family_of
+from paceline.models.facts import config_tree, family_of
 from paceline.storage.weight_files import STORED, fp8_block, weight_files
 from paceline.weights import corrections
 
@@ -85,6 +85,7 @@ class ModelFiles:
                 "model.load_format=random"
             )
         self._folder, self._block = folder, fp8_block(folder)
+        self._transposes_experts = family_of(config_tree(folder).get("model_type")).transposes_experts
         for path in paths:
             try:
                 file = safe_open(str(path), framework="pt")
@@ -106,9 +107,11 @@ class ModelFiles:
             read = self.rows(name.removesuffix(corrections.PARTS) + corrections.BUFFER, shape[:1])
             return lambda start, stop: corrections.split(read(start, stop))
         stored = self._alias(name)
-        if stored in self:
-            return self._plain(stored, shape)
         fused = _FUSED.fullmatch(stored)
+        if stored in self:
+            if fused is not None and self._transposes_experts:
+                return self._transposed(stored, shape)
+            return self._plain(stored, shape)
         if fused is not None and len(shape) == 3:
             blocks, scales = (stored + part for part in MXFP4_PARTS)
             if blocks in self and scales in self:
@@ -171,6 +174,17 @@ class ModelFiles:
                 )
             return block_fp8(name, part, self._slice(name + FP8_SCALES), self._block)
         return lambda start, stop: cast(Tensor, part[start:stop])
+
+    def _transposed(self, name: str, shape: torch.Size) -> ReadRows:
+        """Reads experts that are stored as (experts, inputs, outputs).
+
+        transformers (5.19) reads them so, but writes them the other way round; square ones are taken for
+        transposed, as engines take them.
+        """
+        if shape[1] != shape[2] and tuple(self._slice(name).get_shape()) == tuple(shape):
+            return self._plain(name, shape)
+        read = self._plain(name, torch.Size([shape[0], shape[2], shape[1]]))
+        return lambda start, stop: read(start, stop).transpose(1, 2)
 
     def _slice(self, name: str) -> Any:
         self._read.add(name)

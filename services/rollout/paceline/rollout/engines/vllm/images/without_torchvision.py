@@ -1,4 +1,4 @@
-"""Makes vLLM build Qwen2.5-VL and Qwen 3.5 without torchvision.
+"""Makes vLLM build Qwen2.5-VL, Qwen3-VL and Qwen 3.5 without torchvision.
 
 The index has torchvision only for CUDA, which breaks the build for the CPU. vLLM needs it for two things that
 are not needed here: videos, and the processing of images, which are processed already.
@@ -13,6 +13,8 @@ from typing import Final
 _HERE: Final = "paceline.rollout.engines.vllm.images"
 MODELS: Final[Mapping[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": f"{_HERE}.qwen2_5_vl:Qwen25VL",
+    "Qwen3VLForConditionalGeneration": f"{_HERE}.qwen3_vl:Qwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": f"{_HERE}.qwen3_vl:Qwen3VLMoe",
     "Qwen3_5ForCausalLM": f"{_HERE}.qwen3_5:Text",
     "Qwen3_5ForConditionalGeneration": f"{_HERE}.qwen3_5:Qwen35",
     "Qwen3_5MoeForCausalLM": f"{_HERE}.qwen3_5:MoeText",

@@ -173,7 +173,9 @@ def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
         is_quantised = is_dequantised(folder)
     except (OSError, ValueError, AttributeError, ModelError):
         return {}
-    return functools.partial(_without_quantisation, missing) if is_quantised else missing
+    if is_quantised:
+        return functools.partial(_without_quantisation, missing)
+    return {"text_config": missing} if missing and vision.has_tower(folder) else missing
 
 
 def _sizes_of_full_attention(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def _sizes_of_full_attention(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_quantisation(missing: Mapping[str, object], config: Any) -> Any:
-    config.update(missing)
+    config.get_text_config().update(missing)
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)
     return config
