@@ -5,7 +5,8 @@
 
 Learner ranks hold FSDP2's shards of rows, rollout ranks the slices of vLLM's tensor parallelism. No parameter
 is allocated. Times are CPU seconds: `plan` is the plan for all ranks, which every rank computes; `own` is the
-layout of the rank's own messages, for learner rank 0 and rollout rank 0.
+layout of the rank's own messages, for learner rank 0 and rollout rank 0; `tables` are the tables from which a
+GPU copies between parameters and staging.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
+
+import torch
 
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, chunk_rows
+from paceline.weights.geometry.views import copy_tables
 from paceline.weights.plan.plan import RELAY_MODES
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.weights.transport.staging import lay_out
+from paceline.weights.transport.staging import StagingLayout, lay_out
 
 T = TypeVar("T")
 
@@ -189,6 +194,21 @@ def _place(kind: str, rank: int) -> RankPlace:
     return RankPlace(node=f"{kind}-{rank // GPUS_PER_NODE}", gpu=f"{kind}-{rank}")
 
 
+def parameters_of(layout: RankLayout) -> dict[str, torch.Tensor]:
+    """Returns a rank's parameters without memory."""
+    shapes: dict[str, Shape] = {}
+    for part in layout.slices:
+        stop = part.local_box.stop
+        shapes[part.param] = tuple(map(max, shapes.get(part.param, stop), stop))
+    return {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+
+
+def tables_of(layout: StagingLayout, parameters: dict[str, torch.Tensor]) -> int:
+    """Describes the copies of every round; returns how many of them the tables hold."""
+    slots = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in layout.slot_sizes]
+    return sum(int(copy_tables(own, staged)[1].sum()) for own, staged in layout.views(parameters, slots))
+
+
 def timed(name: str, act: Callable[[], T]) -> T:
     """Prints the CPU seconds of a part and the peak memory so far."""
     began = time.process_time()
@@ -225,9 +245,11 @@ def main() -> int:
     read = timed("spec read", lambda: WeightGroupSpec.from_bytes(data))
     plan = timed("plan", read.build_plan)
     timed("fingerprint", lambda: plan.fingerprint)
-    own = timed("own, learner rank 0", lambda: lay_out(plan, args.learners, 0))
-    needed = timed("own, rollout rank 0", lambda: lay_out(plan, args.learners, args.learners))
-    pieces = [sum(map(len, layout.pieces)) for layout in (own, needed)]
+    pieces = []
+    for name, rank in (("learner", 0), ("rollout", args.learners)):
+        layout = timed(f"own, {name} rank 0", partial(lay_out, plan, args.learners, rank))
+        timed(f"tables, {name} rank 0", partial(tables_of, layout, parameters_of(spec.layout(rank))))
+        pieces.append(len(layout.at))
     print(f"\n{len(data):,} bytes of spec, {len(plan.flows.flows):,} flows, pieces: {pieces}")
     return 0
 

@@ -27,11 +27,10 @@ def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
     In a round, each pair of ranks exchanges one message with as many bytes as a push moves between them.
     """
     sizes: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for key, parts in group.plan.messages_of(group.rank).items():
-        size = sum(part.size for part in parts)
-        for rank, peer, direction in ((key.sender, key.receiver, 0), (key.receiver, key.sender, 1)):
-            if rank == group.rank:
-                sizes[direction][peer] = sizes[direction].get(peer, 0) + size
+    for direction, rounds in enumerate((group.layout.sends, group.layout.receives)):
+        for message in itertools.chain.from_iterable(rounds):
+            peer = message.key.sender if direction else message.key.receiver
+            sizes[direction][peer] = sizes[direction].get(peer, 0) + message.size
     dtype = DTYPES[group.spec.wire_dtype]
     shared = torch.ones(max(sizes[0].values(), default=0), dtype=dtype, device=group.device)
     sends = [(shared[:size], peer) for peer, size in sizes[0].items()]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 
 from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.columns import padded
+from paceline.weights.geometry.views import Views, copy_tables
 from paceline.weights.transport.copies import CopyJob
 
 # Shape of the box, its start in the parameter, shape of the parameter.
@@ -21,29 +26,79 @@ BOXES = [
 ]
 
 
-def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
+def views_of(device: torch.device, source: torch.dtype, wire: torch.dtype) -> tuple[Views, Views, Views]:
+    """Random parameters, one staging vector, and as many empty targets: the views of all boxes in each."""
     generator = torch.Generator().manual_seed(3)
-    params, staged, landed, packing, scattering = [], [], [], [], []
-    for shape, begin, full in BOXES:
+    params = [torch.randn(full, generator=generator).to(source).to(device) for _, _, full in BOXES]
+    targets = [torch.full(full, -9.0, dtype=wire, device=device) for _, _, full in BOXES]
+    start, shape = padded([begin for _, begin, _ in BOXES], 3), padded([shape for shape, _, _ in BOXES], 3, 1)
+    # Staging begins within its storage, as a slot of shared memory does.
+    volumes = -(-shape.prod(axis=1) // 8) * 8
+    slot = torch.full((int(volumes.sum()) + 8,), -7.0, dtype=wire, device=device)[8:]
+    staged = Views.contiguous(slot, np.cumsum(volumes) - volumes, shape)
+    numbers = np.arange(len(BOXES))
+    return (
+        Views.of_boxes(params, numbers, start, shape),
+        staged,
+        Views.of_boxes(targets, numbers, start, shape),
+    )
+
+
+def check_copied(params: Views, staged: Views, targets: Views) -> None:
+    wire = staged.tensors[0].dtype
+    for (shape, begin, _), param, target, slot in zip(
+        BOXES, params.tensors, targets.tensors, staged, strict=True
+    ):
         box = Box(begin, tuple(b + n for b, n in zip(begin, shape, strict=True))).slices
-        param = torch.randn(full, generator=generator).to(source).to(device)
-        slot = torch.full((param[box].numel(),), -7.0, dtype=wire, device=device).view(shape)
-        target = torch.full(full, -9.0, dtype=wire, device=device)
-        params.append((param, box))
-        staged.append(slot)
-        landed.append(target)
-        packing.append((param[box], slot))
-        scattering.append((slot, target[box]))
-    pack, scatter = CopyJob(packing), CopyJob(scattering)
+        assert torch.equal(slot.flatten(), param[box].to(wire).flatten())
+        expected = torch.full_like(target, -9.0)
+        expected[box] = param[box].to(wire)
+        assert torch.equal(target, expected)
+
+
+def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
+    params, staged, targets = views_of(device, source, wire)
+    pack, scatter = CopyJob(params, staged), CopyJob(staged, targets)
     pack.warm_up()
     assert all((slot == -7.0).all() for slot in staged), "a warm-up copies nothing"
     pack.run()
     scatter.run()
-    for (param, box), slot, target in zip(params, staged, landed, strict=True):
-        assert torch.equal(slot, param[box].to(wire))
-        expected = torch.full_like(target, -9.0)
-        expected[box] = param[box].to(wire)
-        assert torch.equal(target, expected)
+    check_copied(params, staged, targets)
+
+
+@pytest.mark.torch
+def test_the_tables_of_the_kernel_say_what_to_copy() -> None:
+    """Read on the CPU as the kernel reads them; what they leave out is copied view by view."""
+    params, staged, targets = views_of(torch.device("cpu"), torch.float32, torch.float32)
+    for source, target in ((params, staged), (staged, targets)):
+        tables, fits = copy_tables(source, target)
+        assert np.flatnonzero(~fits).tolist() == [6], "the rows of one box are in pieces"
+        assert [(table.is_aligned, len(table.rows)) for table in tables] == [(False, 2), (True, 5)]
+        for table in tables:
+            for address, step, to, to_step, rows, columns in table.rows.tolist():
+                if table.is_aligned:
+                    assert not any(4 * number % 16 for number in (step, to_step, columns))
+                    assert not address % 16
+                    assert not to % 16
+                for row in range(rows):
+                    ctypes.memmove(to + 4 * row * to_step, address + 4 * row * step, 4 * columns)
+        CopyJob(source[np.flatnonzero(~fits)], target[np.flatnonzero(~fits)]).run()
+    check_copied(params, staged, targets)
+
+
+@pytest.mark.torch
+def test_the_tables_are_by_types() -> None:
+    """A float32 parameter beside bfloat16 ones has a table of its own."""
+    tensors = [torch.zeros(16, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    start, shape = np.zeros((3, 1), np.int64), np.full((3, 1), 16)
+    params = Views.of_boxes(tensors, np.arange(3), start, shape)
+    staged = Views.contiguous(torch.zeros(48, dtype=torch.bfloat16), 16 * np.arange(3), shape)
+    tables, fits = copy_tables(staged, params)
+    assert fits.all()
+    assert {(table.source, table.target): table.rows[:, 2].tolist() for table in tables} == {
+        (torch.bfloat16, torch.bfloat16): [tensors[0].data_ptr(), tensors[2].data_ptr()],
+        (torch.bfloat16, torch.float32): [tensors[1].data_ptr()],
+    }
 
 
 @pytest.mark.torch

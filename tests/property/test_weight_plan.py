@@ -20,7 +20,8 @@ from paceline.weights.digest.agreement import (
 )
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
-from paceline.weights.plan.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
+from paceline.weights.plan.messages import MessageKey
+from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 from support.naive_plan import naive_plan
 from support.plan_pieces import all_pieces, message_of, message_sizes, pieces_from, pieces_to, relay_pairs
 from support.reference_digest import digest_array

@@ -14,9 +14,11 @@ from functools import cached_property
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, Supply
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, expand_all, tensor_shapes
-from paceline.weights.plan.flows import SMALLEST_SHARE, Members, take_leading
-from paceline.weights.plan.plan import MessageKey, Piece
+from paceline.weights.plan.chunks import take_leading
+from paceline.weights.plan.flows import SMALLEST_SHARE, Members
+from paceline.weights.plan.messages import MessageKey
 from paceline.weights.plan.rounds import chunk_sizes
+from support.plan_pieces import Piece
 
 _ROUND_COST_BYTES = 64 << 20
 _SMALLEST_SPLIT = 1 << 14

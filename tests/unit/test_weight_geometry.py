@@ -25,7 +25,7 @@ from paceline.weights.geometry.layout import (
     chunk_rows,
     expand_full,
 )
-from paceline.weights.plan.flows import take_leading
+from paceline.weights.plan.chunks import take_leading
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 from support.plan_pieces import all_pieces, message_sizes, relay_pairs
 from support.reference_digest import digest_array

@@ -7,11 +7,12 @@ import gc
 from collections import Counter
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry import cover
-from paceline.weights.plan import flows
+from paceline.weights.plan import chunks
 from paceline.weights.plan import plan as plan_module
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 from paceline.weights.transport.staging import lay_out
@@ -51,10 +52,10 @@ def planned(
     layouts = [tp_layout(model, rank, 4)[0] for rank in range(4)] * servers
     for part in work:
         with monkeypatch.context() as patch:
-            part.count(patch, cover, "_regions_of", "regions")
+            part.count(patch, cover, "_region_of", "regions")
             part.count(patch, cover, "_cut_overlapping", "overlapping")
-            part.count(patch, plan_module, "cut_flow", "flows")
-            part.count(patch, flows, "take_leading", "boxes")
+            part.count(patch, plan_module, "cut_into_chunks", "flows")
+            part.count(patch, chunks, "take_leading", "boxes")
             if part is work[0]:
                 plan = build_plan(sources, layouts, item_bytes=4, round_bytes=1 << 18, relay=relay)
                 assert len(plan.fingerprint) == 32
@@ -77,12 +78,12 @@ def test_planning_cuts_one_layer_however_many_there_are(
         assert own.regions == 0
 
 
-def test_a_rank_cuts_its_own_flows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its 4 kinds of receivers and of its 8 learners, one of them the same, however many servers."""
-    for servers in (1, 4):
-        _, own, plan = planned(40, servers, monkeypatch)
+def test_a_rank_cuts_flows_of_the_same_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its 11 flows have two sequences of shapes, however many layers and servers there are."""
+    for layers, servers in ((40, 1), (40, 4), (80, 4)):
+        _, own, plan = planned(layers, servers, monkeypatch)
         assert len(plan.flows.flows) == 8 * 4 * servers
-        assert own.flows == 4 + 8 - 1
+        assert own.flows == 2
         # A message ends in at most three calls per flow and round.
         assert 0 < own.boxes <= 3 * plan.num_rounds * own.flows
 
@@ -99,13 +100,18 @@ def test_many_learners_together_send_a_rank_no_more_than_a_round() -> None:
 
 def test_a_learner_packs_once_for_servers_that_are_alike() -> None:
     layouts = [rows(960, rank, 2) for rank in range(2)]
-    sizes = [
+    single, five = (
         lay_out(build_plan([rows(960, 0, 1)], layouts * servers, item_bytes=4, round_bytes=1 << 20), 1, 0)
         for servers in (1, 5)
-    ]
-    assert sizes[0].slot_sizes == sizes[1].slot_sizes
-    assert sizes[0].pieces == sizes[1].pieces
-    assert [len(sends) for sends in sizes[1].sends] == [5 * len(sends) for sends in sizes[0].sends]
+    )
+    assert single.slot_sizes == five.slot_sizes
+    assert len(single.at) > 0
+    assert single.places.names == five.places.names
+    for column in ("name", "start", "shape"):
+        np.testing.assert_array_equal(getattr(single.places, column), getattr(five.places, column))
+    np.testing.assert_array_equal(single.at, five.at)
+    np.testing.assert_array_equal(single.bounds, five.bounds)
+    assert [len(sends) for sends in five.sends] == [5 * len(sends) for sends in single.sends]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -123,7 +129,7 @@ def test_the_collector_rests_while_a_plan_is_computed(enabled: bool, monkeypatch
         monkeypatch.setattr(plan_module, name, looking)
 
     look_in("chunk_sizes")
-    look_in("cut_flow")
+    look_in("cut_into_chunks")
     model = model_of(1)
     source = fsdp_layout(model.shapes(), rank=0, world_size=1, dtype="float32")
     before = gc.isenabled()
@@ -138,4 +144,4 @@ def test_the_collector_rests_while_a_plan_is_computed(enabled: bool, monkeypatch
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
-    assert set(seen) == {("chunk_sizes", False), ("cut_flow", False)}
+    assert set(seen) == {("chunk_sizes", False), ("cut_into_chunks", False)}

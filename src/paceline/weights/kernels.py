@@ -13,13 +13,16 @@ result is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from paceline.weights.geometry.columns import IntArray
+from paceline.weights.geometry.views import ALIGNMENT, CopyTable
 
 _ROWS = 8
 """Rows per step of a program"""
@@ -32,9 +35,6 @@ _COPY_WARPS = 32
 
 _FREE_PROCESSORS = 36
 """Multiprocessors that copies leave free; NCCL was seen to take up to 32 for sends and receives"""
-
-_ALIGNMENT = 16
-"""Bytes that a thread loads at once if the addresses allow it"""
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PATTERNS = {2: tl.int16, 4: tl.int32}
@@ -119,44 +119,31 @@ def _sum_parts(  # type: ignore[no-untyped-def]
 
 
 class CopyKernel:
-    """Copies and casts between views on one device.
+    """Copies and casts between matrices on one device.
 
     Args:
-        copies: (source, target) views of one shape.
+        tables: the copies.
         device: the device of all of them.
-
-    `skipped` holds the indices of copies that the kernel cannot do, because a view is not a matrix in memory.
     """
 
-    def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
-        self.skipped: list[int] = []
+    def __init__(self, tables: Sequence[CopyTable], device: torch.device) -> None:
         self._launches: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = []
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_programs = max(1, num_processors - _FREE_PROCESSORS)
-        grouped: dict[tuple[torch.dtype, torch.dtype, bool], list[list[int]]] = {}
-        for index, (source, target) in enumerate(copies):
-            source_matrix, target_matrix = _as_matrix(source), _as_matrix(target)
-            if source_matrix is None or target_matrix is None or source_matrix.shape != target_matrix.shape:
-                self.skipped.append(index)
-                continue
-            from_to = (source_matrix, target_matrix)
-            places = [number for matrix in from_to for number in (matrix.data_ptr(), matrix.stride(0))]
-            key = (source.dtype, target.dtype, _is_aligned(from_to))
-            grouped.setdefault(key, []).append([*places, *source_matrix.shape])
-        for (source_type, target_type, aligned), rows in grouped.items():
+        for table in tables:
             options = {
-                "SOURCE": _TYPES[source_type],
-                "TARGET": _TYPES[target_type],
+                "SOURCE": _TYPES[table.source],
+                "TARGET": _TYPES[table.target],
                 "ROWS": _ROWS,
                 "COLUMNS": _COPY_COLUMNS,
-                "ALIGNED": aligned,
-                "PER_VECTOR": _ALIGNMENT // max(source_type.itemsize, target_type.itemsize),
+                "ALIGNED": table.is_aligned,
+                "PER_VECTOR": ALIGNMENT // max(table.source.itemsize, table.target.itemsize),
                 "num_warps": _COPY_WARPS,
             }
-            self._launches.append((options, *_upload(rows, 4, device)))
+            self._launches.append((options, *_upload(table.rows, 4, device)))
 
     def launch(self) -> None:
-        """Queues all copies except the skipped ones."""
+        """Queues the copies of all tables."""
         for options, table, tiles in self._launches:
             _copy_parts[(min(len(tiles), self._most_programs),)](table, tiles, len(tiles), **options)
 
@@ -199,7 +186,7 @@ class DigestKernel:
             by_row, by_column = (columns, rows) if values.ndim == 1 else (rows, columns)
             place = [matrix.data_ptr(), matrix.stride(0), *matrix.shape]
             entry = [*place, by_row.data_ptr(), by_column.data_ptr(), output]
-            grouped.setdefault((matrix.dtype, _is_aligned([matrix])), []).append(entry)
+            grouped.setdefault((matrix.dtype, _is_aligned(matrix)), []).append(entry)
         for (source, aligned), table in grouped.items():
             options = {
                 "SOURCE": _TYPES[source],
@@ -208,7 +195,7 @@ class DigestKernel:
                 "ROWS": _ROWS,
                 "COLUMNS": _DIGEST_COLUMNS,
                 "ALIGNED": aligned,
-                "PER_VECTOR": _ALIGNMENT // source.itemsize,
+                "PER_VECTOR": ALIGNMENT // source.itemsize,
             }
             self._launches.append((options, *_upload(table, 2, device)))
 
@@ -227,18 +214,14 @@ def _as_matrix(values: torch.Tensor) -> torch.Tensor | None:
     return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else None
 
 
-def _is_aligned(matrices: Iterable[torch.Tensor]) -> bool:
-    """Returns whether all rows start at, and have a length of, multiples of `_ALIGNMENT` bytes."""
-    return all(
-        matrix.data_ptr() % _ALIGNMENT == 0
-        and matrix.stride(0) * matrix.dtype.itemsize % _ALIGNMENT == 0
-        and matrix.shape[1] * matrix.dtype.itemsize % _ALIGNMENT == 0
-        for matrix in matrices
-    )
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    """Returns whether all rows start at, and have a length of, multiples of `ALIGNMENT` bytes."""
+    places = (matrix.data_ptr(), matrix.stride(0) * matrix.itemsize, matrix.shape[1] * matrix.itemsize)
+    return all(num_bytes % ALIGNMENT == 0 for num_bytes in places)
 
 
 def _upload(
-    rows: Sequence[Sequence[int]], num_rows: int, device: torch.device
+    rows: Sequence[Sequence[int]] | IntArray, num_rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uploads the tables of parts and tiles; field `num_rows` of a part is its number of rows."""
     table = np.asarray(rows, dtype=np.int64)

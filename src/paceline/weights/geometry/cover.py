@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from paceline.core.errors import WeightSyncError
-from paceline.weights.geometry.box_table import BoxTable, IntArray
 from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.columns import IntArray, padded, ranges
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import HeldPart, Sharding
 
 _SMALLEST_SPLIT = 1 << 14
 """A replicated part with fewer than twice this many elements is not split: few large messages are better"""
-
-_NOBODY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,89 +47,118 @@ class Supply:
     box: Box
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Regions:
-    """How a needed box is cut, for all tensors with the same sharding: one row per part, by (box, source).
+class Region(NamedTuple):
+    """How a needed box is cut, for all tensors with the same sharding.
 
     Attributes:
-        source, box: numbers of a part's source and box.
-        part: index of the source's part among those of the tensor's kind.
+        sole: source, box and index of the part (among those of the tensor's kind) of boxes with one holder.
         contested: boxes that several sources hold, each with the indices of these sources' parts.
-        by_source: the rows of each source.
-        volumes: elements that each source supplies, (sources,).
     """
 
-    source: IntArray
-    box: IntArray
-    part: IntArray
-    contested: tuple[tuple[Box, tuple[int, ...]], ...]
-    by_source: dict[int, IntArray]
-    volumes: IntArray
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[tuple[Box, int, int]],
-        boxes: BoxTable,
-        num_sources: int,
-        contested: tuple[tuple[Box, tuple[int, ...]], ...] = (),
-    ) -> Regions:
-        """Makes regions from rows of (box, source, part)."""
-        rows = sorted(rows)
-        by_source: dict[int, list[int]] = {}
-        volumes = np.zeros(num_sources, dtype=np.int64)
-        for row, (box, source, _) in enumerate(rows):
-            by_source.setdefault(source, []).append(row)
-            volumes[source] += box.volume
-        return cls(
-            source=np.array([source for _, source, _ in rows], dtype=np.int64),
-            box=np.array([boxes.add(box) for box, _, _ in rows], dtype=np.int64),
-            part=np.array([part for _, _, part in rows], dtype=np.int64),
-            contested=contested,
-            by_source={source: np.array(own) for source, own in by_source.items()},
-            volumes=volumes,
-        )
-
-    def rows_of(self, source: int) -> IntArray:
-        """Returns the rows of a source."""
-        return self.by_source.get(source, _NOBODY)
+    sole: list[tuple[int, Box, int]]
+    contested: list[tuple[Box, tuple[int, ...]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cover:
-    """Says which source supplies which part of each need.
+    """Says which source supplies which part of each need. Needs that are cut alike share rows.
 
     Attributes:
         sharding: what the sources hold.
         needs: what is covered.
-        boxes: the table of the boxes.
-        regions: regions of each need; needs that are cut alike share an object.
+        region: how each need is cut, (needs,): the number of its rows, see `rows_of`.
+        boxes: the distinct boxes of all rows.
+        box, part: each row's box, and index of the source's part among those of the tensor's kind, (rows,).
+        first: the first row of source s in region r at [r * sources + s]; ends with the number of rows.
     """
 
     sharding: Sharding
     needs: Sequence[Need]
-    boxes: BoxTable
-    regions: Sequence[Regions]
+    region: IntArray
+    boxes: Sequence[Box]
+    box: IntArray
+    part: IntArray
+    first: IntArray
+
+    @classmethod
+    def of(
+        cls,
+        sharding: Sharding,
+        needs: Sequence[Need],
+        region: Sequence[int],
+        regions: Sequence[Sequence[tuple[int, Box, int]]],
+    ) -> Cover:
+        """Makes a cover from the rows (source, box, part) of each region."""
+        numbers: dict[Box, int] = {}
+        rows = [
+            (number * len(sharding) + source, numbers.setdefault(box, len(numbers)), part)
+            for number, own in enumerate(regions)
+            for source, box, part in sorted(own)
+        ]
+        key, box, part = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return cls(
+            sharding=sharding,
+            needs=needs,
+            region=np.array(region, dtype=np.int64),
+            boxes=list(numbers),
+            box=box,
+            part=part,
+            first=np.searchsorted(key, np.arange(len(regions) * len(sharding) + 1)),
+        )
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """First index of each box, (boxes, dims)."""
+        return padded([box.start for box in self.boxes], self.sharding.num_dims)
+
+    @cached_property
+    def shapes(self) -> IntArray:
+        """Extents of each box, (boxes, dims)."""
+        return padded([box.shape for box in self.boxes], self.sharding.num_dims, fill=1)
+
+    @cached_property
+    def shape_numbers(self) -> IntArray:
+        """A number for each box, equal for boxes of equal shape."""
+        return np.unique(self.shapes, axis=0, return_inverse=True)[1].reshape(-1)
+
+    @cached_property
+    def volumes(self) -> IntArray:
+        """Elements that each source supplies to each region, (regions, sources)."""
+        before = np.concatenate([[0], np.cumsum(self.shapes.prod(axis=1)[self.box])])
+        return np.diff(before[self.first]).reshape(-1, len(self.sharding))
+
+    @cached_property
+    def longest_rows(self) -> IntArray:
+        """Elements of the longest row (one index of dimension 0) by region and source."""
+        longest = np.zeros(self.volumes.size, dtype=np.int64)
+        owner = np.repeat(np.arange(longest.size), np.diff(self.first))
+        np.maximum.at(longest, owner, self.shapes[:, 1:].prod(axis=1)[self.box])
+        return longest.reshape(self.volumes.shape)
+
+    def rows_of(self, needs: IntArray, source: int) -> tuple[IntArray, IntArray]:
+        """Returns the rows that a source supplies to some needs, each with its need's index in `needs`."""
+        key = self.region[needs] * len(self.sharding) + source
+        return ranges(self.first[key], self.first[key + 1] - self.first[key])
 
     def of_source(self, source: int) -> list[Supply]:
         """Returns the supplies of a source."""
+        needs, rows = self.rows_of(np.arange(len(self.needs)), source)
         return [
             Supply(
                 need=number,
                 source=source,
-                source_slice=self._slice(self.needs[number], int(regions.part[row])),
-                box=self.boxes.boxes[regions.box[row]],
+                source_slice=self._slice(self.needs[number], self.part_of(number, row)),
+                box=self.boxes[self.box[row]],
             )
-            for number, regions in enumerate(self.regions)
-            for row in regions.rows_of(source).tolist()
+            for number, row in zip(needs.tolist(), rows.tolist(), strict=True)
         ]
 
-    def part_of(self, need: int, part: int) -> HeldPart:
-        """Returns part number `part` of the kind of a need's tensor."""
-        return self.sharding.kinds[self.sharding.tensors[self.needs[need].name]].parts[part]
+    def part_of(self, need: int, row: int) -> HeldPart:
+        """Returns the source's part of a need's tensor from which a row is supplied."""
+        kind = self.sharding.kinds[self.sharding.tensors[self.needs[need].name]]
+        return kind.parts[int(self.part[row])]
 
-    def _slice(self, need: Need, number: int) -> TensorSlice:
-        part = self.sharding.kinds[self.sharding.tensors[need.name]].parts[number]
+    def _slice(self, need: Need, part: HeldPart) -> TensorSlice:
         return TensorSlice(
             name=need.name,
             global_shape=need.global_shape,
@@ -153,20 +182,20 @@ def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cove
         WeightSyncError: no source holds a part of a need, or source and need disagree about the tensor's
             shape.
     """
-    sharding, boxes = Sharding.of(sources), BoxTable()
-    known: dict[tuple[int | None, tuple[int, ...], Box], Regions] = {}
-    regions: list[Regions] = []
+    sharding = Sharding.of(sources)
+    numbers: dict[tuple[int | None, tuple[int, ...], Box], int] = {}
+    regions: list[Region] = []
+    region: list[int] = []
     for need in needs:
         key = (sharding.tensors.get(need.name), need.global_shape, need.box)
-        cut = known.get(key)
-        if cut is None:
-            cut = known[key] = _regions_of(need, sharding, boxes)
-        regions.append(cut)
-    _assign_contested(sharding, needs, regions, boxes)
-    return Cover(sharding=sharding, needs=needs, boxes=boxes, regions=regions)
+        region.append(numbers.setdefault(key, len(regions)))
+        if region[-1] == len(regions):
+            regions.append(_region_of(need, sharding))
+    cover = Cover.of(sharding, needs, region, [cut.sole for cut in regions])
+    return _assign_contested(cover, regions)
 
 
-def _regions_of(need: Need, sharding: Sharding, boxes: BoxTable) -> Regions:
+def _region_of(need: Need, sharding: Sharding) -> Region:
     kind = sharding.tensors.get(need.name)
     parts: Sequence[HeldPart] = () if kind is None else sharding.kinds[kind].parts
     if kind is not None and sharding.kinds[kind].shape != need.global_shape:
@@ -178,33 +207,29 @@ def _regions_of(need: Need, sharding: Sharding, boxes: BoxTable) -> Regions:
     cuts = grid.cut(need.box) if grid is not None else None
     if cuts is None:
         cuts = _cut_overlapping(need, parts)
-    return Regions.of(
-        [(box, parts[owners[0]].source, owners[0]) for box, owners in cuts if len(owners) == 1],
-        boxes,
-        len(sharding),
-        tuple((box, owners) for box, owners in cuts if len(owners) > 1),
+    return Region(
+        sole=[(parts[owners[0]].source, box, owners[0]) for box, owners in cuts if len(owners) == 1],
+        contested=[(box, owners) for box, owners in cuts if len(owners) > 1],
     )
 
 
-def _assign_contested(
-    sharding: Sharding, needs: Sequence[Need], regions: list[Regions], boxes: BoxTable
-) -> None:
-    """Assigns parts that several sources hold; needs with such parts get separate regions."""
+def _assign_contested(cover: Cover, regions: Sequence[Region]) -> Cover:
+    """Assigns parts that several sources hold; needs with such parts get separate rows."""
+    sharding, needs, region = cover.sharding, cover.needs, cover.region.tolist()
     contested = [
         (number, part, near)
-        for number, cut in enumerate(regions)
-        for box, owners in cut.contested
+        for number, own in enumerate(region)
+        for box, owners in regions[own].contested
         for near in (_near(owners, needs[number], sharding),)
         for part in _cut(box, len(near))
     ]
     if not contested:
-        return
-    load = [0] * len(sharding)
-    for need, cut in zip(needs, regions, strict=True):
-        for source in cut.by_source:
-            load[source] += need.copies * int(cut.volumes[source])
+        return cover
+    copies = np.zeros(len(regions), dtype=np.int64)
+    np.add.at(copies, cover.region, [need.copies for need in needs])
+    load: list[int] = (copies @ cover.volumes).tolist()
     contested.sort(key=lambda item: (-item[1].volume, item[0], item[1]))
-    rows: dict[int, list[tuple[Box, int, int]]] = {}
+    added: dict[int, list[tuple[int, Box, int]]] = {}
     for number, box, owners in contested:
         parts = sharding.kinds[sharding.tensors[needs[number].name]].parts
 
@@ -213,13 +238,13 @@ def _assign_contested(
             return load[parts[owner].source], (parts[owner].source - number) % len(sharding)
 
         owner = min(owners, key=burden)
-        rows.setdefault(number, []).append((box, parts[owner].source, owner))
+        added.setdefault(number, []).append((parts[owner].source, box, owner))
         load[parts[owner].source] += needs[number].copies * box.volume
-    for number, added in rows.items():
-        cut = regions[number]
-        columns = zip(cut.box.tolist(), cut.source.tolist(), cut.part.tolist(), strict=True)
-        sole = [(boxes.boxes[box], source, part) for box, source, part in columns]
-        regions[number] = Regions.of([*sole, *added], boxes, len(sharding))
+    rows = [cut.sole for cut in regions]
+    for number, own in added.items():
+        rows.append([*rows[region[number]], *own])
+        region[number] = len(rows) - 1
+    return Cover.of(sharding, needs, region, rows)
 
 
 def _near(owners: tuple[int, ...], need: Need, sharding: Sharding) -> tuple[int, ...]:

@@ -17,11 +17,16 @@ TRANSPOSED: Final = ".mT"
 """Ending of a slice's parameter name if the parameter has the tensor's last two dimensions swapped."""
 
 
-def part_of(parameters: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:
-    """Returns the view of a parameter that a slice names, of the box's shape; see `TRANSPOSED`."""
+def tensor_of(parameters: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Returns the parameter that a slice names; see `TRANSPOSED`."""
     own = name.removesuffix(TRANSPOSED)
     values = parameters[own].detach()
-    return (values if own == name else values.mT)[box.slices]
+    return values if own == name else values.mT
+
+
+def part_of(parameters: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:
+    """Returns the view of a parameter that a slice names, of the box's shape."""
+    return tensor_of(parameters, name)[box.slices]
 
 
 class ParameterIndex:

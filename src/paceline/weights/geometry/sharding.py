@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError
-from paceline.weights.geometry.box_table import IntArray
 from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.columns import IntArray
 from paceline.weights.geometry.layout import (
     ITEM_SIZES,
     RankLayout,
@@ -181,6 +181,11 @@ class Sharding(Sequence[RankLayout]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape by tensor name."""
         return {name: self.kinds[kind].shape for name, kind in self.tensors.items()}
+
+    @property
+    def num_dims(self) -> int:
+        """The largest number of dimensions of a tensor."""
+        return max((len(kind.shape) for kind in self.kinds), default=1)
 
     @cached_property
     def grids(self) -> tuple[Grid | None, ...]:

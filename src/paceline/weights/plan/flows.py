@@ -1,4 +1,4 @@
-"""Computes flows: what a learner rank sends to a set of rollout ranks with equal needs, in chunks.
+"""Computes flows: what a learner rank sends to a set of rollout ranks with equal needs.
 
 A set of one rank is served directly. In a larger set, members take turns in receiving a chunk and relaying it
 to the others: every byte leaves the learners once per set, and the members share the relaying.
@@ -6,17 +6,16 @@ to the others: every byte leaves the learners once per set, and the members shar
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from paceline.weights.geometry.box_table import BoxTable, IntArray
 from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.columns import IntArray
 from paceline.weights.geometry.cover import Cover, Need, assign_sources
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import Sharding
@@ -31,8 +30,7 @@ Group = list[tuple[int, TensorSlice]]
 """Classes of rollout ranks that need the same box, ascending, each with its slice"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class Flow(NamedTuple):
     """The elements that learner rank `source` sends to `members`, in the tensors' order.
 
     Attributes:
@@ -46,16 +44,6 @@ class Flow:
     volume: int
     longest_row: int
     content: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cargo:
-    """A flow's rows as columns: need, box, part of the source's kind, and elements per row."""
-
-    need: IntArray
-    box: IntArray
-    part: IntArray
-    volume: IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,29 +149,22 @@ class Flows:
         """Says which learner rank supplies which part of each need."""
         return self.demand.cover
 
+    def cargo(self, flow: Flow) -> tuple[IntArray, IntArray]:
+        """Returns the needs and the cover's rows of which a flow consists, in the tensors' order."""
+        needs = self._needs(flow.content[1:])
+        item, row = self.cover.rows_of(needs, flow.source)
+        return needs[item], row
+
+    def _needs(self, sets: tuple[int, ...]) -> IntArray:
+        """Returns the needs of some sets, in the tensors' order."""
+        if sets not in self._sorted_needs:
+            needs = np.sort(np.concatenate([self.sets[number] for number in sets]))
+            self._sorted_needs[sets] = needs[np.argsort(self.demand.order[needs], kind="stable")]
+        return self._sorted_needs[sets]
+
     @cached_property
-    def _cargo(self) -> dict[tuple[int, ...], Cargo]:
+    def _sorted_needs(self) -> dict[tuple[int, ...], IntArray]:
         return {}
-
-    def cargo(self, flow: Flow) -> Cargo:
-        """Returns a flow's cargo, in the tensors' order."""
-        if flow.content not in self._cargo:
-            self._cargo[flow.content] = self._load(flow)
-        return self._cargo[flow.content]
-
-    def _load(self, flow: Flow) -> Cargo:
-        numbers = np.sort(np.array([need for number in flow.content[1:] for need in self.sets[number]]))
-        numbers = numbers[np.argsort(self.demand.order[numbers], kind="stable")]
-        regions = [self.cover.regions[number] for number in numbers.tolist()]
-        rows = [cut.rows_of(flow.source) for cut in regions]
-        pairs = list(zip(regions, rows, strict=True))
-        box = np.concatenate([cut.box[own] for cut, own in pairs])
-        return Cargo(
-            need=np.repeat(numbers, [len(own) for own in rows]),
-            box=box,
-            part=np.concatenate([cut.part[own] for cut, own in pairs]),
-            volume=self.cover.boxes.volumes()[box],
-        )
 
     def slice_of(self, need: int, rank: int) -> TensorSlice:
         """Returns the slice in which a rollout rank stores a need."""
@@ -194,36 +175,15 @@ class Flows:
         raise KeyError(f"rollout rank {rank} does not have need {need}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chunks:
-    """A flow's cargo, cut into chunks that fit into messages, as columns.
-
-    Attributes:
-        item: index of the flow's box to which a chunk belongs.
-        box, volume: the chunk's index in the table of boxes, and its number of elements.
-        number: number of the message within the flow.
-        offset: the chunk's first element within the flow's part of the message.
-    """
-
-    item: IntArray
-    box: IntArray
-    volume: IntArray
-    number: IntArray
-    offset: IntArray
-
-
 def _flows(cover: Cover, sets: Sequence[Sequence[int]], members: Sequence[Sequence[Members]]) -> list[Flow]:
     """Adds up volumes by set and source, and makes the flows."""
-    num_sources = len(cover.sharding)
-    row_volumes = cover.boxes.row_volumes()
+    num_regions, num_sources = cover.volumes.shape
     volumes = np.zeros((len(sets), num_sources), dtype=np.int64)
     longest = np.zeros((len(sets), num_sources), dtype=np.int64)
     for number, needs in enumerate(sets):
-        regions = {id(cover.regions[need]): cover.regions[need] for need in needs}
-        counts = Counter(id(cover.regions[need]) for need in needs)
-        for key, cut in regions.items():
-            volumes[number] += counts[key] * cut.volumes
-            np.maximum.at(longest[number], cut.source, row_volumes[cut.box])
+        counts = np.bincount(cover.region[needs], minlength=num_regions)
+        volumes[number] = counts @ cover.volumes
+        longest[number] = cover.longest_rows[counts > 0].max(axis=0)
     sets_of: dict[Members, list[int]] = {}
     for number, several in enumerate(members):
         for ranks in several:
@@ -241,77 +201,6 @@ def _flows(cover: Cover, sets: Sequence[Sequence[int]], members: Sequence[Sequen
             if volume
         ]
     return sorted(flows, key=lambda flow: flow.source)
-
-
-def cut_flow(cargo: Cargo, size: int, boxes: BoxTable) -> Chunks:
-    """Cuts a flow into chunks of at most `size` elements, along rows, and fills messages with them.
-
-    Boxes that fit uncut (nearly all) are placed in one step per message.
-    """
-    ends: list[int] = np.cumsum(cargo.volume).tolist()
-    numbers: list[int] = cargo.box.tolist()
-    # Runs of boxes that follow each other in one message: first item, count, part or -1, number, offset.
-    runs: list[tuple[int, int, int, int, int]] = []
-    at, number, filled, before = 0, 0, 0, 0
-    while at < len(ends):
-        until = bisect_right(ends, before + size - filled, at)
-        if until > at:
-            runs.append((at, until - at, -1, number, filled))
-            filled += ends[until - 1] - before
-        else:
-            stack = [boxes.boxes[numbers[at]]]
-            while stack:
-                fit, rest = take_leading(stack.pop(), size - filled, can_wait=filled > 0)
-                stack += reversed(rest)
-                if fit is None:
-                    number, filled = number + 1, 0
-                else:
-                    runs.append((at, 1, boxes.add(fit), number, filled))
-                    filled += fit.volume
-            until = at + 1
-        at, before = until, ends[until - 1]
-    return _expand(cargo, np.array(runs, dtype=np.int64), boxes)
-
-
-def _expand(cargo: Cargo, runs: IntArray, boxes: BoxTable) -> Chunks:
-    """Expands rows per run into rows per chunk."""
-    first, count, part, number, offset = runs.T
-    run = np.repeat(np.arange(len(runs)), count)
-    item = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-    starts = np.cumsum(cargo.volume) - cargo.volume
-    volume = cargo.volume[item]
-    cut = np.flatnonzero(part[run] >= 0)
-    volume[cut] = [boxes.boxes[box].volume for box in part[run][cut].tolist()]
-    return Chunks(
-        item=item,
-        box=np.where(part[run] >= 0, part[run], cargo.box[item]),
-        volume=volume,
-        number=number[run],
-        offset=offset[run] + starts[item] - starts[first[run]],
-    )
-
-
-def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, list[Box]]:
-    """Cuts the leading part that fits into `room` elements off a box; returns it and the rest.
-
-    The part consists of complete rows if at least one fits. If none fits, a box that `can_wait` for an empty
-    message is not cut; otherwise the row is cut along the next dimension.
-    """
-    volume = box.volume
-    if volume <= room:
-        return box, []
-    for dim, extent in enumerate(box.shape):
-        row = volume // extent
-        if row <= room:
-            fit, rest = box.split(dim, box.start[dim] + room // row)
-            return fit, [rest]
-        if can_wait:
-            return None, [box]
-        first, others = box.split(dim, box.start[dim] + 1)
-        if others.volume:
-            fit_first, rest_first = take_leading(first, room, can_wait=False)
-            return fit_first, [*rest_first, others]
-    raise AssertionError("a box of one element is larger than a round, which build_plan refuses")
 
 
 def _group_needs(classes: Sequence[RankLayout], apart: Sequence[int]) -> list[Group]:

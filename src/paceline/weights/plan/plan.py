@@ -7,21 +7,24 @@ rank computes it from the same bytes; the fingerprints are compared when the gro
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgpack
 import numpy as np
 
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, expand_all
-from paceline.weights.geometry.sharding import HeldPart, Sharding
+from paceline.weights.geometry.columns import IntArray, ranges
+from paceline.weights.geometry.layout import RankLayout, RankPlace, expand_all
+from paceline.weights.geometry.sharding import Sharding
+from paceline.weights.plan.chunks import Chunks, cut_into_chunks
 from paceline.weights.plan.collector import collector_paused
-from paceline.weights.plan.flows import SMALLEST_SHARE, Chunks, Demand, Flow, Flows, Members, cut_flow
+from paceline.weights.plan.flows import SMALLEST_SHARE, Demand, Flows, Members
+from paceline.weights.plan.messages import MessageParts, ParameterPlaces, Pieces, SliceEnd
 from paceline.weights.plan.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
@@ -36,76 +39,20 @@ _NETWORK_COST: Final = 8
 """How much longer a byte takes over a node's network (50 GB/s) than over a rank's link (400 GB/s)"""
 
 
-class MessageKey(NamedTuple):
-    """One message between two ranks of the group (learners come first).
-
-    Channel 0 carries elements that nobody relays; each other channel carries the common needs of one set of
-    rollout ranks.
-    """
-
-    sender: int
-    receiver: int
-    round: int
-    channel: int
-
-
-class Piece(NamedTuple):
-    """One box of one tensor on its way to one destination.
+@dataclass(frozen=True, slots=True, eq=False)
+class Cargo:
+    """Holds the chunks that a flow carries.
 
     Attributes:
-        source, destination: index among the learner ranks, index among the rollout ranks.
-        relay: the rollout rank that received it one round earlier and relays it; None if the source sends it.
-        round, channel: round and channel of the message that carries it.
-        offset: index of its first element in that message.
-        name, box: the tensor, and the part of it in global indices.
-        source_param, source_box: where the learner reads it.
-        destination_param, destination_box: where the rollout rank writes it.
+        number: a number of the content, for each plan.
+        chunks: how its boxes are cut.
+        columns: need, row of the cover, and offset of each chunk, then its start in each dimension of the
+            tensor, and its extents: (3 + 2 dims, chunks).
     """
 
-    source: int
-    relay: int | None
-    destination: int
-    round: int
-    channel: int
-    offset: int
-    name: str
-    box: Box
-    source_param: str
-    source_box: Box
-    destination_param: str
-    destination_box: Box
-
-
-ChunkRow = tuple[int, int, int, int]
-"""Need, part of the source's kind, number of the box, and offset of a chunk; see `Chunks`"""
-
-
-class MessagePart(NamedTuple):
-    """A flow's part of a message: its chunks `start` to `stop`, beginning at element `lead`."""
-
-    flow: int
-    start: int
-    stop: int
-    lead: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlowChunks:
-    """Holds a flow's chunks and its messages.
-
-    Attributes:
-        chunks: need, part of the source's kind, number of the box, and offset of each chunk.
-        starts: first chunk of each message, followed by the number of chunks.
-        sizes: elements of each message.
-        rounds, first: round of each message; rollout rank that receives it first.
-    """
-
-    chunks: list[ChunkRow]
-    starts: list[int]
-    sizes: list[int]
-    rounds: list[int]
-    first: list[int]
+    number: int
+    chunks: Chunks
+    columns: IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,44 +96,33 @@ class TransferPlan:
     def num_rounds(self) -> int:
         """Number of rounds of the push. Cuts all flows; ranks do not need it for their own parts."""
         ends = (
-            max(self.chunks(number).rounds) + 1 + (len(flow.members) > 1)
+            -(-len(self.cargo(number).chunks.sizes) // len(flow.members)) + (len(flow.members) > 1)
             for number, flow in enumerate(self.flows.flows)
         )
         return max(ends, default=0)
 
-    def chunks(self, number: int) -> FlowChunks:
-        """Returns the chunks of a flow; flows of the same content are cut once."""
-        if number not in self._chunks:
-            self._chunks[number] = self._cut_flow(self.flows.flows[number], self.sizes[number])
-        return self._chunks[number]
+    def cargo(self, number: int) -> Cargo:
+        """Returns what a flow carries. Equal contents are looked up once, equal shapes are cut once."""
+        flow, size = self.flows.flows[number], self.sizes[number]
+        cargo = self._cargo.get((flow.content, size))
+        if cargo is None:
+            cover = self.flows.cover
+            need, row = self.flows.cargo(flow)
+            shapes = cover.shape_numbers[cover.box[row]].tobytes(), size
+            if shapes not in self._chunks:
+                self._chunks[shapes] = cut_into_chunks(cover.shapes[cover.box[row]], size)
+            cut = self._chunks[shapes]
+            start = cover.starts[cover.box[row[cut.item]]] + cut.start
+            columns = np.vstack([need[cut.item], row[cut.item], cut.offset, start.T, cut.shape.T])
+            cargo = self._cargo[flow.content, size] = Cargo(len(self._cargo), cut, columns)
+        return cargo
 
     @cached_property
-    def _chunks(self) -> dict[int, FlowChunks]:
+    def _cargo(self) -> dict[tuple[tuple[int, ...], int], Cargo]:
         return {}
 
-    def _cut_flow(self, flow: Flow, size: int) -> FlowChunks:
-        key = flow.content, size
-        cut = self._cut.get(key)
-        if cut is None:
-            cargo = self.flows.cargo(flow)
-            chunks = cut_flow(cargo, size, self.flows.cover.boxes)
-            columns = cargo.need[chunks.item], cargo.part[chunks.item], chunks.box, chunks.offset
-            # Lists, because most messages have a single chunk, and numpy takes microseconds for a row.
-            rows = list(zip(*(column.tolist() for column in columns), strict=True))
-            cut = self._cut[key] = (rows, *_runs(chunks))
-        rows, starts, sizes = cut
-        count, numbers = len(flow.members), range(len(sizes))
-        return FlowChunks(
-            chunks=rows,
-            starts=starts,
-            sizes=sizes,
-            rounds=[index // count for index in numbers],
-            # Each source begins with a different member, which spreads the remainders of the last round.
-            first=[flow.members[(index + flow.source) % count] for index in numbers],
-        )
-
     @cached_property
-    def _cut(self) -> dict[tuple[tuple[int, ...], int], tuple[list[ChunkRow], list[int], list[int]]]:
+    def _chunks(self) -> dict[tuple[bytes, int], Chunks]:
         return {}
 
     @cached_property
@@ -198,42 +134,54 @@ class TransferPlan:
                 flows.setdefault(rank, []).append(number)
         return flows
 
-    def messages_of(self, rank: int) -> dict[MessageKey, list[MessagePart]]:
-        """Returns every message that a group rank sends or receives, with its parts, learner by learner."""
-        return self._messages(self._flows_of.get(rank, []), rank)
+    def parts_of(self, rank: int) -> MessageParts:
+        """Returns the parts of all messages that a learner rank sends or a rollout rank receives."""
+        parts = [self._parts_of_flow(number, rank) for number in self._flows_of.get(rank, [])]
+        return MessageParts.of(np.concatenate([np.zeros((8, 0), dtype=np.int64), *parts], axis=1))
 
-    def _messages(
-        self, numbers: Iterable[int], only: int | None = None
-    ) -> dict[MessageKey, list[MessagePart]]:
-        """Returns all messages of some flows, or only those of group rank `only`."""
-        messages: dict[MessageKey, list[MessagePart]] = {}
-        member = None if only is None else only - self.num_sources
-        for number in numbers:
-            flow, chunks = self.flows.flows[number], self.chunks(number)
-            channel = self.channels.get(flow.members, 0)
-            for index, size in enumerate(chunks.sizes):
-                first, at = chunks.first[index], chunks.rounds[index]
-                start, stop = chunks.starts[index], chunks.starts[index + 1]
-                if only == flow.source:
-                    receivers: Sequence[int] = (first,)
-                else:
-                    receivers = flow.members if member in (None, first) else (member,)
-                for rank in receivers:
-                    if rank == first:
-                        key = MessageKey(flow.source, self.num_sources + rank, at, channel)
-                    else:
-                        key = MessageKey(self.num_sources + first, self.num_sources + rank, at + 1, channel)
-                    parts = messages.setdefault(key, [])
-                    lead = parts[-1].lead + parts[-1].size if parts else 0
-                    parts.append(MessagePart(number, start, stop, lead, size))
-        return messages
+    def _parts_of_flow(self, number: int, rank: int) -> IntArray:
+        """Returns one flow's columns for `MessageParts.of`; each source begins with a different member.
+
+        That spreads the remainders of the last round.
+        """
+        flow, chunks = self.flows.flows[number], self.cargo(number).chunks
+        index = np.arange(len(chunks.sizes))
+        count = len(flow.members)
+        first = self.num_sources + np.array(flow.members)[(index + flow.source) % count]
+        relayed = (first != rank) & (rank >= self.num_sources)
+        return np.stack(
+            [
+                index // count + relayed,
+                np.full_like(index, self.channels.get(flow.members, 0)),
+                np.where(relayed, first, flow.source),
+                np.full_like(index, rank) if rank >= self.num_sources else first,
+                np.full_like(index, number),
+                chunks.first[:-1],
+                chunks.first[1:],
+                chunks.sizes,
+            ]
+        )
+
+    def _relayed_sizes(self, number: int, member: int) -> IntArray:
+        """Returns the elements of each message of a flow that one of its members receives first."""
+        flow = self.flows.flows[number]
+        count = len(flow.members)
+        return self.cargo(number).chunks.sizes[(flow.members.index(member) - flow.source) % count :: count]
 
     def relay_pairs_of(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Returns the pairs (relay, receiver) of group ranks that include this rank, ascending."""
         if rank < self.num_sources:
             return ()
-        pairs = {(key.sender, key.receiver) for key in self.messages_of(rank)}
-        return tuple(sorted(pair for pair in pairs if pair[0] >= self.num_sources))
+        own = rank - self.num_sources
+        pairs = {
+            (self.num_sources + relay, self.num_sources + member)
+            for number in self._flows_of.get(rank, [])
+            for relay in self.flows.flows[number].members
+            if len(self._relayed_sizes(number, relay))
+            for member in self.flows.flows[number].members
+            if relay != member and own in (relay, member)
+        }
+        return tuple(sorted(pairs))
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -252,49 +200,49 @@ class TransferPlan:
         hasher.update(self.layouts)
         return hasher.digest()
 
-    def content_of(self, part: MessagePart) -> tuple[object, ...]:
-        """Returns a key that is equal for message parts with the same packed content."""
-        return self.flows.flows[part.flow].content, self.sizes[part.flow], part.start
+    def pieces_of(self, parts: MessageParts, chosen: IntArray) -> Pieces:
+        """Returns the pieces of the chosen parts, part by part."""
+        numbers, flow = np.unique(parts.flow[chosen], return_inverse=True)
+        dims = self.flows.cover.sharding.num_dims
+        tables = [np.zeros((3 + 2 * dims, 0), np.int64), *(self.cargo(n).columns for n in numbers.tolist())]
+        before = np.cumsum([table.shape[1] for table in tables])
+        first, count = before[flow] + parts.start[chosen], (parts.stop - parts.start)[chosen]
+        part, chunk = ranges(first, count)
+        columns = np.concatenate(tables, axis=1)[:, chunk]
+        return Pieces(
+            part=chosen[part],
+            need=columns[0],
+            row=columns[1],
+            offset=columns[2] + parts.lead[chosen][part],
+            start=columns[3 : 3 + dims].T,
+            shape=columns[3 + dims :].T,
+        )
 
-    def pieces_of(self, key: MessageKey, part: MessagePart) -> Iterator[Piece]:
-        """Yields the pieces of a part of a message."""
-        flow, chunks = self.flows.flows[part.flow], self.chunks(part.flow).chunks
-        boxes = self.flows.cover.boxes.boxes
-        relay = None if key.sender < self.num_sources else key.sender - self.num_sources
-        destination = key.receiver - self.num_sources
-        for need, own, number, offset in chunks[part.start : part.stop]:
-            source, needed = self._ends(need, own, destination)
-            yield Piece(
-                flow.source,
-                relay,
-                destination,
-                key.round,
-                key.channel,
-                part.lead + offset,
-                needed.name,
-                boxes[number],
-                source.param or needed.name,
-                self._place(number, source.box.start, source.offset),
-                needed.param,
-                self._place(number, needed.box.start, needed.offset),
-            )
+    def contents_of(self, parts: MessageParts) -> IntArray:
+        """Returns a number for each part, equal for parts of equal elements."""
+        flows, which = np.unique(parts.flow, return_inverse=True)
+        cargo = np.array([self.cargo(number).number for number in flows.tolist()], dtype=np.int64)[which]
+        return cargo * (1 + int(parts.stop.max(initial=0))) + parts.start
 
-    def _ends(self, need: int, part: int, destination: int) -> tuple[HeldPart, TensorSlice]:
-        """Returns the source's part and the destination's slice of a need."""
-        return self.flows.cover.part_of(need, part), self.flows.slice_of(need, destination)
+    def sources_of(self, pieces: Pieces) -> ParameterPlaces:
+        """Returns where the learner reads pieces."""
+        cover = self.flows.cover
 
-    def _place(self, number: int, start: tuple[int, ...], offset: tuple[int, ...]) -> Box:
-        """Returns where a box lies in a parameter; cached, because layers repeat the same few boxes."""
-        key = (number, start, offset)
-        place = self._places.get(key)
-        if place is None:
-            box = self.flows.cover.boxes.boxes[number]
-            place = self._places[key] = box.relative_to(start).translate(offset)
-        return place
+        def end(key: int) -> SliceEnd:
+            need, row = divmod(key, len(cover.part))
+            part = cover.part_of(need, row)
+            return SliceEnd(part.param or cover.needs[need].name, part.box.start, part.offset)
 
-    @cached_property
-    def _places(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Box]:
-        return {}
+        return ParameterPlaces.of(pieces, pieces.need * len(cover.part) + pieces.row, end)
+
+    def targets_of(self, pieces: Pieces, destination: int) -> ParameterPlaces:
+        """Returns where a rollout rank writes pieces."""
+
+        def end(need: int) -> SliceEnd:
+            part = self.flows.slice_of(need, destination)
+            return SliceEnd(part.param, part.box.start, part.offset)
+
+        return ParameterPlaces.of(pieces, pieces.need, end)
 
     def sent_bytes(self, source: int) -> int:
         """Returns the bytes that leave this learner rank in a push."""
@@ -308,9 +256,11 @@ class TransferPlan:
 
     def relayed_bytes(self, destination: int) -> int:
         """Returns the bytes that this rollout rank relays in a push."""
-        rank = self.num_sources + destination
-        messages = self.messages_of(rank).items()
-        return self.item_bytes * sum(part.size for key, ps in messages if key.sender == rank for part in ps)
+        flows = self.flows.flows
+        return self.item_bytes * sum(
+            (len(flows[number].members) - 1) * int(self._relayed_sizes(number, destination).sum())
+            for number in self._flows_of.get(self.num_sources + destination, [])
+        )
 
     @cached_property
     def cost_bytes(self) -> int:
@@ -323,12 +273,12 @@ class TransferPlan:
         sent, received, relayed = Counter[int](), Counter[int](), Counter[int]()
         out, into = Counter[int](), Counter[int]()
         num_rounds = 0
-        volumes: dict[Members, Counter[int]] = {}
+        volumes = defaultdict[Members, Counter[int]](Counter)
         for flow, most in zip(self.flows.flows, self.sizes, strict=True):
             count = len(flow.members)
             num_rounds = max(num_rounds, -(-flow.volume // (most * count)) + (count > 1))
             sent[flow.source] += flow.volume
-            volumes.setdefault(flow.members, Counter())[sources[flow.source]] += flow.volume
+            volumes[flow.members][sources[flow.source]] += flow.volume
         for ranks, by_node in volumes.items():
             count, volume = len(ranks), sum(by_node.values())
             of_node = Counter(members[rank] for rank in ranks)
@@ -345,12 +295,6 @@ class TransferPlan:
         ends = (max(part.values(), default=0) for part in (sent, received, relayed))
         network = _NETWORK_COST * max(*out.values(), *into.values(), 0, 0)
         return self.item_bytes * max(*ends, network) + _ROUND_COST_BYTES * num_rounds
-
-
-def _runs(cut: Chunks) -> tuple[list[int], list[int]]:
-    """Returns each message's first chunk, then the number of chunks; and each message's elements."""
-    starts = np.flatnonzero(np.concatenate([[True], cut.number[1:] != cut.number[:-1]]))
-    return [*starts.tolist(), len(cut.number)], np.add.reduceat(cut.volume, starts).tolist()
 
 
 @collector_paused()

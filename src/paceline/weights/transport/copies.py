@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""Source and target: views of one shape; the copy casts to the target's type"""
+from paceline.weights.geometry.views import Views, copy_tables
 
 
 class CopyJob:
     """Copies the same views repeatedly: within a GPU in one kernel launch, otherwise one by one.
 
-    A job keeps addresses, so it is valid only as long as the views' storage stays where it is.
+    A copy casts to the target's type. A job keeps addresses, so it is valid only as long as the views'
+    storage stays where it is.
+
+    Args:
+        source, target: views of equal shapes.
     """
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, source: Views, target: Views) -> None:
         self._kernel: Any = None
-        self._rest = list(copies)
-        on_device = [copy for copy in copies if all(view.is_cuda for view in copy)]
-        if on_device:
+        rest = np.arange(len(source.tensor))
+        (on_device,) = np.nonzero(source.are_cuda & target.are_cuda)
+        if len(on_device):
             # Triton exists only where CUDA does.
             from paceline.weights.kernels import CopyKernel
 
-            self._kernel = CopyKernel(on_device, on_device[0][0].device)
-            self._rest = [copy for copy in copies if not all(view.is_cuda for view in copy)]
-            self._rest += [on_device[index] for index in self._kernel.skipped]
+            tables, fits = copy_tables(source[on_device], target[on_device])
+            self._kernel = CopyKernel(tables, source.tensors[source.tensor[on_device[0]]].device)
+            rest = np.delete(rest, on_device[fits])
+        self._rest = list(zip(source[rest], target[rest], strict=True))
 
     def run(self) -> None:
         """Copies everything; on a GPU the copies are queued."""

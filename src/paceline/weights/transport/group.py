@@ -25,7 +25,8 @@ from paceline.core.errors import PacelineError, WeightSyncError
 from paceline.core.members import SOME_MEMBER, LocalPart, Peer
 from paceline.weights.geometry.layout import RankLayout, same_slices
 from paceline.weights.geometry.parameters import AddressCache
-from paceline.weights.plan.plan import Piece, TransferPlan
+from paceline.weights.geometry.views import Views
+from paceline.weights.plan.plan import TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.transport.connecting import Connecting
 from paceline.weights.transport.copies import CopyJob
@@ -44,9 +45,6 @@ _TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
 
 Message = tuple[torch.Tensor, int, int]
 """A contiguous tensor, the peer's group rank, and a tag that is unique among the pair's pending messages"""
-
-Round = tuple[tuple[Piece, torch.Tensor], ...]
-"""Pieces of a round, each with a view of its elements in staging, in the piece's shape"""
 
 
 class WeightGroup:
@@ -67,11 +65,10 @@ class WeightGroup:
         self._process_group: Any = None
         self._abandonment = abandonment
         self._pending: list[Pending] = []
-        self._layout = lay_out(plan, spec.num_learners, rank)
+        self.layout = lay_out(plan, spec.num_learners, rank)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
         self._slots: list[torch.Tensor] = []
-        self.rounds: tuple[Round, ...] = ()
-        self._packing = AddressCache[list[CopyJob]]()
+        self._copies = AddressCache[list[CopyJob]]()
         self._take_staging()
 
     @classmethod
@@ -125,17 +122,25 @@ class WeightGroup:
         """Staging memory in bytes, allocated from `form` until `abort`."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[CopyJob]:
-        """Returns the copies that pack each round on a learner; remade when a shard has moved."""
-        return self._packing.get(
-            shards.values(),
-            lambda: [
-                CopyJob(
-                    [(shards[piece.source_param][piece.source_box.slices], view) for piece, view in pieces]
-                )
-                for pieces in self.rounds
-            ],
-        )
+    def copies(self, parameters: Mapping[str, torch.Tensor]) -> list[CopyJob]:
+        """Returns the copies of each round between this rank's parameters and staging.
+
+        A learner packs its shards, a rollout rank scatters into its parameters. The copies are made again
+        when a parameter has moved.
+        """
+
+        def make() -> list[CopyJob]:
+            is_learner = self.rank < self.spec.num_learners
+            return [
+                CopyJob(own, staged) if is_learner else CopyJob(staged, own)
+                for own, staged in self.layout.views(parameters, self._slots)
+            ]
+
+        return self._copies.get(parameters.values(), make)
+
+    def staged(self, number: int) -> Views:
+        """Returns the elements of a round's pieces in staging."""
+        return self.layout.staged(number, self._slots)
 
     def send(
         self,
@@ -151,7 +156,7 @@ class WeightGroup:
         """
         pending: list[Pending] = []
         with self._aborting():
-            for number, packing in enumerate(self.prepare(shards)):
+            for number, packing in enumerate(self.copies(shards)):
                 if number >= NUM_SLOTS:
                     pending[number - NUM_SLOTS].wait(deadline)
                 packing.run()
@@ -162,14 +167,14 @@ class WeightGroup:
                 work.wait(deadline)
             self._finish(deadline)
 
-    def receive(self, deadline: Deadline) -> Iterator[Round]:
-        """Yields each of `rounds` when its elements are in staging: a rollout rank's part of a push.
+    def receive(self, deadline: Deadline) -> Iterator[int]:
+        """Yields each round's number when its elements are in staging: a rollout rank's part of a push.
 
         They stay there until the next round is requested. Meanwhile this rank sends what it relays.
         """
         with self._aborting():
             following = self._post_round(0, deadline)
-            for number, pieces in enumerate(self.rounds):
+            for number in range(self.layout.num_rounds):
                 current = following
                 if not current.on_stream:
                     # The data to relay must have arrived, and earlier sends from its slot must have ended.
@@ -177,7 +182,7 @@ class WeightGroup:
                     current.wait(deadline)
                 following = self._post_round(number + 1, deadline)
                 current.wait(deadline)
-                yield pieces
+                yield number
             self._finish(deadline)
 
     def sum_at_first(self, values: torch.Tensor, deadline: Deadline) -> torch.Tensor:
@@ -210,22 +215,11 @@ class WeightGroup:
         if self._process_group is not None:
             self._process_group.abort()
         self._process_group = None
-        self._slots, self.rounds = [], ()
-        self._packing.clear()
+        self._slots = []
+        self._copies.clear()
 
     def _take_staging(self) -> None:
-        self._use(self._allocate(self._layout.slot_sizes))
-
-    def _use(self, slots: list[torch.Tensor]) -> None:
-        """Makes `slots` the staging memory."""
-        self._slots = slots
-        self.rounds = tuple(
-            tuple(
-                (piece, slots[number % NUM_SLOTS][at : at + piece.box.volume].view(piece.box.shape))
-                for piece, at in pieces
-            )
-            for number, pieces in enumerate(self._layout.pieces)
-        )
+        self._slots = self._allocate(self.layout.slot_sizes)
 
     def _allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         pinned = self.device.type == "cuda" and self._wire_device.type == "cpu"
@@ -270,14 +264,14 @@ class WeightGroup:
 
     def _post_round(self, number: int, deadline: Deadline) -> Pending:
         """Starts this rank's sends and receives of a round; none if there is no such round."""
-        if number >= self._layout.num_rounds:
+        if number >= self.layout.num_rounds:
             return self._post([], [], deadline)
         return self._post(*self._round_messages(number), deadline)
 
     def _round_messages(self, number: int) -> tuple[list[Message], list[Message]]:
         """Returns the messages that this rank sends in a round, and those that it receives."""
-        sends = [self._message(part, part.key.receiver) for part in self._layout.sends[number]]
-        receives = [self._message(part, part.key.sender) for part in self._layout.receives[number]]
+        sends = [self._message(part, part.key.receiver) for part in self.layout.sends[number]]
+        receives = [self._message(part, part.key.sender) for part in self.layout.receives[number]]
         return sends, receives
 
     def _message(self, part: Slice, peer: int) -> Message:

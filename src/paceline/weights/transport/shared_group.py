@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.weights.transport.group import DTYPES, Message, Pending, Round, WeightGroup
+from paceline.weights.transport.group import DTYPES, Message, Pending, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, epoch_store, make_signal_group
 from paceline.weights.transport.shared import SharedStaging, Ticket, aligned
 from paceline.weights.transport.staging import NUM_SLOTS, Slice, StagingLayout, lay_out
@@ -60,8 +60,8 @@ class SharedGroup(WeightGroup):
             if learner == self.rank
         }
         # This rank takes part in every round of the ranks behind it.
-        rounds = max(layout.num_rounds for layout in (self._layout, *behind.values()))
-        self._layout = self._layout.padded(rounds)
+        rounds = max(layout.num_rounds for layout in (self.layout, *behind.values()))
+        self.layout = self.layout.padded(rounds)
         super()._take_staging()
         try:
             for rank, layout in behind.items():
@@ -134,7 +134,7 @@ class SharedGroup(WeightGroup):
         fingerprint, ticket = (bytes.fromhex(word) for word in words)
         self._check_plan(fingerprint, self.spec.stand_ins[self.rank])
         self._opened = SharedStaging.open(Ticket.from_bytes(ticket), self.device)
-        self._use(self._opened.slots(self._layout.slot_sizes, DTYPES[self.spec.wire_dtype]))
+        self._slots = self._opened.slots(self.layout.slot_sizes, DTYPES[self.spec.wire_dtype])
 
     def _greeting_pairs(self) -> tuple[list[int], list[int]]:
         if self._in_front is not None:
@@ -156,7 +156,7 @@ class SharedGroup(WeightGroup):
         """Does a learner rank's part of a push, and the transfers for the rollout ranks behind it."""
         with self._aborting():
             following: Callable[[], None] | None = None
-            for number, packing in enumerate(self.prepare(shards)):
+            for number, packing in enumerate(self.copies(shards)):
                 packing.run()
                 self._await_free(number, deadline)
                 self._copy_own(number)
@@ -170,19 +170,19 @@ class SharedGroup(WeightGroup):
                 following()
             self._finish(deadline)
 
-    def receive(self, deadline: Deadline) -> Iterator[Round]:
-        """Yields each round when its elements are in staging: a rollout rank's part of a push."""
+    def receive(self, deadline: Deadline) -> Iterator[int]:
+        """Yields each round's number when its elements are in staging: a rollout rank's part of a push."""
         in_front = self._in_front
         if in_front is None:
             yield from super().receive(deadline)
             return
         with self._aborting():
             freeing: list[Pending] = []
-            for number, pieces in enumerate(self.rounds):
+            for number in range(self.layout.num_rounds):
                 self._signal([], [in_front], number, _TAG_READY, deadline).wait(deadline)
-                yield pieces
+                yield number
                 self._finish(deadline)
-                if number + NUM_SLOTS < len(self.rounds):
+                if number + NUM_SLOTS < self.layout.num_rounds:
                     freeing.append(self._signal([in_front], [], number, _TAG_FREE, deadline))
             for pending in freeing:
                 pending.wait(deadline)
@@ -199,7 +199,7 @@ class SharedGroup(WeightGroup):
 
     def _copy_own(self, number: int) -> None:
         """Copies this rank's own elements to the rollout ranks behind it."""
-        places = {part.key: part for part in self._layout.sends[number]}
+        places = {part.key: part for part in self.layout.sends[number]}
         for behind in self._behind:
             for part in behind.layout.receives[number]:
                 if part.key.sender == self.rank:

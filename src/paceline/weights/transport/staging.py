@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.weights.geometry.columns import IntArray
+from paceline.weights.geometry.parameters import tensor_of
+from paceline.weights.geometry.views import Views
 from paceline.weights.plan.collector import collector_paused
-from paceline.weights.plan.plan import MessageKey, MessagePart, Piece, TransferPlan
+from paceline.weights.plan.messages import MessageKey, MessageParts, ParameterPlaces
+from paceline.weights.plan.plan import TransferPlan
 
 NUM_SLOTS: Final = 2
 """Rounds in staging at a time: one is packed or scattered while the other is transferred."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class Slice(NamedTuple):
     """A message's place in staging; `slot` is the parity of the round that fills it."""
 
     key: MessageKey
@@ -23,35 +30,58 @@ class Slice:
     size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagingLayout:
     """A rank's staging, in elements.
 
     Attributes:
         sends, receives: messages by round.
-        pieces: by round, each with its offset in the round's slot.
+        places: where the rank's pieces lie in its parameters, round by round.
+        at: offset of each piece in its round's slot, (pieces,).
+        bounds: first piece of each round, followed by the number of pieces, (rounds + 1,).
         slot_sizes: size of each slot.
     """
 
     sends: Sequence[Sequence[Slice]]
     receives: Sequence[Sequence[Slice]]
-    pieces: Sequence[Sequence[tuple[Piece, int]]]
+    places: ParameterPlaces
+    at: IntArray
+    bounds: IntArray
     slot_sizes: tuple[int, ...]
 
     @property
     def num_rounds(self) -> int:
         """Number of rounds until this rank's last message; other ranks may have later ones."""
-        return len(self.pieces)
+        return len(self.sends)
 
     def padded(self, num_rounds: int) -> StagingLayout:
         """Returns the layout with empty rounds added up to `num_rounds`."""
-        none: list[list[Any]] = [[] for _ in range(num_rounds - self.num_rounds)]
+        added = num_rounds - self.num_rounds
         return replace(
             self,
-            sends=[*self.sends, *none],
-            receives=[*self.receives, *none],
-            pieces=[*self.pieces, *none],
+            sends=[*self.sends, *([] for _ in range(added))],
+            receives=[*self.receives, *([] for _ in range(added))],
+            bounds=np.pad(self.bounds, (0, added), mode="edge"),
         )
+
+    def pieces(self, number: int) -> slice:
+        """Returns which pieces belong to a round."""
+        return slice(*self.bounds[number : number + 2].tolist())
+
+    def staged(self, number: int, slots: Sequence[torch.Tensor]) -> Views:
+        """Returns the elements of a round's pieces in these slots."""
+        pieces = self.pieces(number)
+        return Views.contiguous(slots[number % NUM_SLOTS], self.at[pieces], self.places.shape[pieces])
+
+    def views(
+        self, parameters: Mapping[str, torch.Tensor], slots: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Views, Views]]:
+        """Yields for each round the same elements in the rank's parameters and in staging."""
+        places = self.places
+        tensors = [tensor_of(parameters, name) for name in places.names]
+        own = Views.of_boxes(tensors, places.name, places.start, places.shape)
+        for number in range(self.num_rounds):
+            yield own[self.pieces(number)], self.staged(number, slots)
 
 
 @collector_paused()
@@ -62,44 +92,66 @@ def lay_out(plan: TransferPlan, num_learners: int, rank: int) -> StagingLayout:
     channel by channel and learner by learner, so that they are sent as one message.
     """
     sending = rank < num_learners
-    messages = plan.messages_of(rank)
-    num_rounds = max((key.round + 1 for key in messages), default=0)
-    sends: list[list[Slice]] = [[] for _ in range(num_rounds)]
-    receives: list[list[Slice]] = [[] for _ in range(num_rounds)]
-    rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(num_rounds)]
-    places: dict[object, int] = {}
-    filled = [0] * num_rounds
-    for key in sorted(messages, key=lambda key: (key.round, key.channel, key.sender, key.receiver)):
-        if not sending and key.sender == rank:
-            continue
-        number, size = key.round, _size(messages[key])
-        alike = plan.content_of(messages[key][0]) if sending else key
-        begin = places.setdefault((number, alike), filled[number])
-        own = sends if sending else receives
-        own[number].append(Slice(key=key, slot=number % NUM_SLOTS, begin=begin, size=size))
-        if begin == filled[number]:
-            rounds[number] += [
-                (piece, begin + piece.offset) for part in messages[key] for piece in plan.pieces_of(key, part)
-            ]
-            filled[number] += size
-    if not sending:
-        for key in sorted(key for key in messages if key.sender == rank):
-            sends[key.round].append(
-                _relayed(key, _size(messages[key]), receives[key.round - 1], num_learners)
-            )
-    sizes = [0] * NUM_SLOTS
-    for message in (message for messages in (*sends, *receives) for message in messages):
-        sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
-    return StagingLayout(sends=sends, receives=receives, pieces=rounds, slot_sizes=tuple(sizes))
+    parts = plan.parts_of(rank)
+    slices, filled = _placed(parts, plan.contents_of(parts) if sending else None)
+    relayed = [] if sending else _relayed(plan, rank, slices)
+    num_rounds = max((message.key.round + 1 for message in (*slices[-1:], *relayed)), default=0)
+    count = np.diff(parts.first)
+    pieces = plan.pieces_of(parts, np.flatnonzero(np.repeat(filled, count)))
+    begins = np.array([message.begin for message in slices], dtype=np.int64)
+    return StagingLayout(
+        sends=_by_round(slices if sending else relayed, num_rounds),
+        receives=_by_round([] if sending else slices, num_rounds),
+        places=plan.sources_of(pieces) if sending else plan.targets_of(pieces, rank - num_learners),
+        at=np.repeat(begins, count)[pieces.part] + pieces.offset,
+        bounds=np.searchsorted(parts.round[pieces.part], np.arange(num_rounds + 1)),
+        slot_sizes=tuple(
+            max((message.begin + message.size for message in slices if message.slot == slot), default=0)
+            for slot in range(NUM_SLOTS)
+        ),
+    )
 
 
-def _size(parts: Sequence[MessagePart]) -> int:
-    return sum(part.size for part in parts)
+def _placed(parts: MessageParts, contents: IntArray | None) -> tuple[list[Slice], npt.NDArray[np.bool_]]:
+    """Places messages one after another in their rounds' slots; says which are not copies of earlier ones.
+
+    Args:
+        contents: a number for each message, equal for messages of a round with equal elements, which share a
+            place. None: all differ.
+    """
+    first = parts.first[:-1]
+    rounds, sizes = parts.round[first], np.add.reduceat(parts.size, first) if len(first) else first
+    original = own = np.arange(len(first))
+    if contents is not None:
+        alike = rounds * (contents.max(initial=0) + 1) + contents
+        _, index, which = np.unique(alike, return_index=True, return_inverse=True)
+        original = index[which]
+    filling = np.where(original == own, sizes, 0)
+    begins = np.cumsum(filling) - filling
+    begins = (begins - begins[np.searchsorted(rounds, rounds)])[original]
+    columns = (parts.keys(first), (rounds % NUM_SLOTS).tolist(), begins.tolist(), sizes.tolist())
+    return list(map(Slice._make, zip(*columns, strict=True))), original == own
 
 
-def _relayed(key: MessageKey, size: int, received: Sequence[Slice], num_learners: int) -> Slice:
-    """Returns the place in staging at which the content of a relayed message arrived, one round earlier."""
-    parts = [part for part in received if part.key.channel == key.channel and part.key.sender < num_learners]
-    begin = min(part.begin for part in parts)
-    assert sum(part.size for part in parts) == size, "a relay passes on exactly what it received"
-    return Slice(key=key, slot=(key.round - 1) % NUM_SLOTS, begin=begin, size=size)
+def _relayed(plan: TransferPlan, rank: int, received: Iterable[Slice]) -> list[Slice]:
+    """Returns what a rollout rank relays: what arrived from learners one round earlier, where it lies."""
+    arrived: dict[tuple[int, int], tuple[int, int]] = {}
+    for (sender, _, number, channel), _, begin, size in received:
+        if channel and sender < plan.num_sources:
+            first, known = arrived.get((number, channel), (begin, 0))
+            assert first + known == begin, "what a rank relays is contiguous"
+            arrived[number, channel] = first, known + size
+    members = {channel: ranks for ranks, channel in plan.channels.items()}
+    return sorted(
+        Slice(MessageKey(rank, plan.num_sources + member, number + 1, channel), number % NUM_SLOTS, *place)
+        for (number, channel), place in arrived.items()
+        for member in members[channel]
+        if plan.num_sources + member != rank
+    )
+
+
+def _by_round(messages: Iterable[Slice], num_rounds: int) -> list[list[Slice]]:
+    rounds: list[list[Slice]] = [[] for _ in range(num_rounds)]
+    for message in messages:
+        rounds[message.key.round].append(message)
+    return rounds

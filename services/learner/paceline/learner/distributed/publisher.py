@@ -129,7 +129,7 @@ class WeightPublisher:
     @torch.no_grad()
     def _warm_up(self, group: WeightGroup) -> None:
         shards = {name: _local(param) for name, param in self._parameters().items()}
-        for packing in group.prepare(shards):
+        for packing in group.copies(shards):
             packing.warm_up()
         self._digest_job(shards, DTYPES[group.spec.wire_dtype]).warm_up()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,10 +20,9 @@ from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_pl
 from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.parameters import AddressCache, ParameterIndex, part_of
-from paceline.weights.plan.plan import Piece
+from paceline.weights.geometry.views import Views
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline
@@ -56,7 +56,6 @@ class RankReceiver:
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
         self._job = AddressCache[DigestJob]()
-        self._scatter = AddressCache[list[CopyJob]]()
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
@@ -70,7 +69,6 @@ class RankReceiver:
         self.leave()
         # An engine may repack its weights after the first describe, so describe again once per group.
         self._layout, self._places, self._index = None, None, ParameterIndex(self._model)
-        self._scatter.clear()
         self._job.clear()
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
@@ -164,34 +162,17 @@ class RankReceiver:
         if self._group is not None:
             self._group.abort()
         self._group = None
-        self._scatter.clear()
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
-        copies = self._copies(group, self._index.current())
-        for number, _ in enumerate(group.receive(deadline)):
+        copies = group.copies(self._index.current())
+        for number in group.receive(deadline):
             copies[number].run()
-
-    def _copies(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
-        """Returns the copies from staging into the live parameters, by round; cached like the digest job."""
-
-        def make() -> list[CopyJob]:
-            return [
-                CopyJob(
-                    [
-                        (values, part_of(params, piece.destination_param, piece.destination_box))
-                        for piece, values in pieces
-                    ]
-                )
-                for pieces in group.rounds
-            ]
-
-        return self._scatter.get(params.values(), make)
 
     @torch.no_grad()
     def _warm_up(self, group: WeightGroup, slices: tuple[TensorSlice, ...]) -> None:
         params = self._index.current()
         self._digest_job(slices, params).warm_up()
-        for copies in self._copies(group, params):
+        for copies in group.copies(params):
             copies.warm_up()
 
     def _receive_full(self, group: WeightGroup, deadline: Deadline) -> list[SliceDigest]:
@@ -226,17 +207,19 @@ def _complete_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Assembles pieces and yields each tensor once it is complete; the tensor then belongs to the caller."""
     building: dict[str, torch.Tensor] = {}
-    missing = {name: part.box.volume for name, part in parts.items()}
-    dtype = DTYPES[group.spec.wire_dtype]
-
-    def place(piece: Piece, values: torch.Tensor) -> None:
-        if piece.name not in building:
-            building[piece.name] = torch.empty(parts[piece.name].global_shape, dtype=dtype, device=device)
-        building[piece.name][piece.box.slices].copy_(values)
-        missing[piece.name] -= piece.box.volume
-
-    for pieces in group.receive(deadline):
-        for piece, values in pieces:
-            place(piece, values)
-        for name in [name for name in building if missing[name] == 0]:
+    dtype, places = DTYPES[group.spec.wire_dtype], group.layout.places
+    missing = np.array([parts[name].box.volume for name in places.names], dtype=np.int64)
+    for number in group.receive(deadline):
+        pieces = group.layout.pieces(number)
+        used, own = np.unique(places.name[pieces], return_inverse=True)
+        names = [places.names[index] for index in used.tolist()]
+        for name in names:
+            if name not in building:
+                building[name] = torch.empty(parts[name].global_shape, dtype=dtype, device=device)
+        shape = places.shape[pieces]
+        targets = Views.of_boxes([building[name] for name in names], own, places.start[pieces], shape)
+        for target, values in zip(targets, group.staged(number), strict=True):
+            target.copy_(values)
+        np.subtract.at(missing, places.name[pieces], shape.prod(axis=1))
+        for name in [places.names[index] for index in used[missing[used] == 0].tolist()]:
             yield name, building.pop(name)
