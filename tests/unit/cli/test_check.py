@@ -297,7 +297,7 @@ def test_packages_that_are_not_installed_are_named_before_anything_is_created(
     ):
         assert main(command) == 2
         said = capsys.readouterr().err
-        assert f"not installed in this environment: {lacking}; `make venv` in a clone" in said
+        assert f"not installed in this environment: {lacking}; install all with `make venv`" in said
     assert not (project / "runs").exists()
 
 
