@@ -31,6 +31,9 @@ SIZES = {
 }
 """Heads of a size that vLLM's attention on the CPU takes, and a vocabulary that is padded."""
 
+STD = 0.2
+"""Standard deviation of the weights"""
+
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,
@@ -64,11 +67,16 @@ def family_config(model_type: str, larger: Mapping[str, int] = MappingProxyType(
 
 
 def export(
-    model_type: str, folder: Path, larger: Mapping[str, int] = MappingProxyType({}), **changes: Any
+    model_type: str,
+    folder: Path,
+    larger: Mapping[str, int] = MappingProxyType({}),
+    embedding_std: float = STD,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Writes a tiny model as the learner exports it; returns the learner's tensors.
 
-    `larger` and `changes` are those of `family_config`.
+    `larger` and `changes` are those of `family_config`. `embedding_std` is of an embedding that is the head,
+    too: the larger it is, the surer a model is to repeat its token.
     """
     import torch
 
@@ -81,10 +89,12 @@ def export(
     lm = empty_lm(config)
     config.architectures = [type(lm).__name__]
     config.save_pretrained(source)
+    head = lm.get_output_embeddings().weight
+    tied = embedding_std if head is lm.get_input_embeddings().weight else STD
     tensors = {
-        name: corrections.split(draw_normal(parameter.shape[:1], 0.2, 0, name))
+        name: corrections.split(draw_normal(parameter.shape[:1], STD, 0, name))
         if name.endswith(corrections.PARTS)
-        else draw_normal(parameter.shape, 0.2, 0, name) + (parameter.ndim == 1)
+        else draw_normal(parameter.shape, tied if parameter is head else STD, 0, name) + (parameter.ndim == 1)
         for name, parameter in lm.named_parameters()
     }
     write_folder(folder / "export", tensors.items(), source=source, dtype=torch.float32)
