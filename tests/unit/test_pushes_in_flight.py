@@ -72,7 +72,9 @@ Plant = Callable[[dict[str, Any]], None]
 
 
 def older(event: dict[str, Any]) -> None:
-    event["ranges"][0][0] = event["policy"] = "v0@" + event["policy"].partition("@")[2]
+    """By one version more than the bound of 1."""
+    version = int(event["id"].split(":")[1]) - 3
+    event["ranges"][0][0] = event["policy"] = f"v{version}@" + event["policy"].partition("@")[2]
 
 
 def overlapping(event: dict[str, Any]) -> None:

@@ -43,8 +43,8 @@ from paceline.data.prompts import Prompt
 
 def steps_ahead(config: RunConfig, step: int) -> Iterator[int]:
     """Yields the steps that are to be dispatched when `step` is trained, ascending."""
-    for later in range(step + 1, min(step + config.barrier.bound, config.trainer.num_steps) + 1):
-        if config.trainer.saves_after(later - 1):
+    for later in range(step + 1, step + config.barrier.bound + 1):
+        if config.trainer.saves_after(later - 1):  # also after the last step
             return
         yield later
 
