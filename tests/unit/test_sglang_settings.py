@@ -144,6 +144,31 @@ def test_models_that_need_another_engine_are_refused(model_type: str, reason: st
     check_engine(config(str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("tree", "is_refused"),
+    [
+        ({"model_type": "mistral", "sliding_window": 149}, True),
+        ({"model_type": "mistral", "sliding_window": 150}, False),
+        ({"model_type": "mistral", "sliding_window": None}, False),
+        ({"model_type": "gemma3_text", "sliding_window": 8}, False),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, False),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, True),
+        ({"model_type": "qwen3", "sliding_window": 8, "layer_types": ["full_attention"]}, False),
+        ({"model_type": "qwen3", "sliding_window": 8, "layer_types": ["sliding_attention"]}, True),
+    ],
+)
+def test_a_window_that_sglang_ignores_is_refused_if_a_sequence_can_be_longer(
+    tree: dict[str, Any], is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    if not is_refused:
+        check_engine(config(str(tmp_path)))
+        return
+    window = tree["sliding_window"]
+    with pytest.raises(ConfigError, match=rf"window of {window} tokens.*now 150, to {window}, or another"):
+        check_engine(config(str(tmp_path)))
+
+
 def test_images_of_the_data_are_refused() -> None:
     with pytest.raises(ConfigError, match="prompts with images: leave out data.image_key"):
         check_engine(config(data={"image_key": "images"}))

@@ -7,7 +7,7 @@ from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.models.facts import family_in
+from paceline.models.facts import config_tree, family_in
 from paceline.rollout.engines import argument_rules as rules
 
 OWN: Final[rules.Refusals] = {
@@ -128,6 +128,12 @@ ALLOWED: Final[rules.Allowed] = {
 }
 """Refused, except for these values"""
 
+WINDOWED: Final = (
+    *("cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text"),
+    *("gpt_oss", "ministral3", "olmo3"),
+)
+"""Values of `model_type` whose sliding windows SGLang computes; its other models attend to all tokens."""
+
 
 def check(config: RunConfig) -> None:
     """Checks the configuration for settings that SGLang, or its integration here, does not support.
@@ -162,9 +168,26 @@ def _lacking(config: RunConfig) -> list[str]:
         )
     if config.data.image_key is not None or family.takes_images:
         lacking.append(f"prompts with images: leave out data.image_key and take a text model, {other}")
+    window, longest = _ignored_window(Path(config.model.path)), config.engine_model_len
+    if window and window < longest:
+        lacking.append(
+            f"the sliding window of {window} tokens, which SGLang's model of this kind leaves out: limit "
+            f"data.max_prompt_length + data.max_response_length, now {longest}, to {window}, {other}"
+        )
     if family.has_states:
         lacking.append(
             f"{family.name or 'this model'}, whose layers have a state for each sequence: take another "
             f"model, {other}"
         )
     return lacking
+
+
+def _ignored_window(folder: Path) -> int:
+    """Returns the length of a sliding window that only the learner's model has, in tokens; 0 for none."""
+    tree = config_tree(folder)
+    if tree.get("model_type") in WINDOWED or not tree.get("use_sliding_window", True):
+        return 0
+    kinds = tree.get("layer_types")
+    if kinds and "sliding_attention" not in kinds:
+        return 0
+    return int(tree.get("sliding_window") or 0)
