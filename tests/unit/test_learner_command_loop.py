@@ -230,6 +230,24 @@ def test_rows_of_earlier_steps_are_fetched_within_the_bound_of_a_replay_alone() 
         fetch(ReplayBound(step=4, oldest=0), later)
 
 
+def test_a_sample_with_one_token_beyond_the_bound_of_a_replay_is_not_trained_again() -> None:
+    rows, blobs = make_batch(num_prompts=2, num_samples=2)
+    sample = decode_trajectory(blobs[rows[2].blob_key])
+    newer = PolicyTag(version=2, digest="f" * 16)
+    ranges = (PolicyRange(POLICY, 0, 1), PolicyRange(newer, 1, len(sample.response_token_ids)))
+    blob = encode_trajectory(dataclasses.replace(sample, ranges=ranges))
+    blobs[rows[2].blob_key] = blob
+    changed = (*rows[:2], dataclasses.replace(rows[2], blob_digest=blob_digest(blob)))
+
+    def fetch(oldest: int) -> Any:
+        bound = ReplayBound(step=4, oldest=oldest)
+        return fetch_rows(DictBlobs(blobs), changed, [2], policy=newer, vocab_size=48, replay=bound)
+
+    assert list(fetch(POLICY.version)) == [2]
+    with pytest.raises(VersionMismatchError, match="replays only versions 1 to 2"):
+        fetch(POLICY.version + 1)
+
+
 def test_a_blob_that_was_drawn_again_after_it_was_scored_is_not_trained_on() -> None:
     """The second sample has the same id, policy and length as the first; only the tokens differ."""
     rows, blobs = make_batch(num_prompts=2, num_samples=2)
