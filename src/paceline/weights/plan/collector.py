@@ -11,7 +11,6 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """Turns cyclic garbage collection off for a block, or for a decorated function.
 
-    A plan makes hundreds of thousands of objects that stay, and no cycles. The collector would go through all
     A plan makes a hundred thousand objects that stay, and no cycles. The collector would go through all of
     them again and again, which takes a third of the time. A collector that was already off stays off.
     """
