@@ -28,16 +28,17 @@ SIZES = {
 """Heads of a size that published models have: SGLang has other rotary kernels for smaller ones."""
 
 CHANGES: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 64},  # no row is longer: the window of engines is a token longer
     "gemma2": {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "hidden_act": "gelu_pytorch_tanh",
     },
 }
-"""As published"""
+"""Most as published"""
 
 NUM_PROMPTS, NUM_TOKENS, LONGEST = 12, 24, 32
-ALLOWED = 1e-3
+ALLOWED = 1e-4
 """Mean difference of log-probs beside three times the rounding of transformers"""
 UNSURE = 0.3
 """Least mean of the tokens' negative log-probs: with all at 0 every model would seem right"""

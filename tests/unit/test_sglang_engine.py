@@ -201,6 +201,20 @@ async def test_cancelling_waits_for_nothing_even_if_the_engine_hangs(engine: Any
     assert engine._responses == {}
 
 
+async def test_cancelling_beside_an_engine_that_has_just_died_is_still_a_cancel(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, _, _ = await begun(engine, request())
+
+    async def lost(message: Any) -> None:
+        raise PeerLostError("the inference engine has died", peer=LocalPart.ENGINE)
+
+    monkeypatch.setattr(engine._link, "send", lost)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_push_waits_until_aborted_requests_have_ended_and_the_last_step_is_put_away(
     engine: Any,
 ) -> None:

@@ -7,6 +7,7 @@ its HTTP server, are not started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
@@ -20,6 +21,7 @@ import numpy as np
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import (
+    DeadlineError,
     FailedStartError,
     InvalidMessageError,
     ModelError,
@@ -184,7 +186,8 @@ class SglangEngine(RankedEngine):
         for name, response in responses.items():
             if response.is_sent and not response.ended.done():
                 response.is_aborted = True
-                await self._link.send(AbortReq(rid=name))
+                with contextlib.suppress(PeerLostError, DeadlineError):  # `_watch` ends all requests
+                    await self._link.send(AbortReq(rid=name))
 
     async def _settled(self) -> None:
         """Waits until aborted requests have ended and the engine has released the requests of its last step.

@@ -18,9 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import zmq
@@ -36,6 +36,7 @@ GRACE_S = 10.0
 """Extra seconds that the engine may take to answer, beyond the deadline of its ranks."""
 
 _LOOK_S = 0.2
+_Result = TypeVar("_Result")
 
 
 class Link:
@@ -92,10 +93,15 @@ class Link:
         return [code for child in self._children if (code := child.poll()) is not None]
 
     async def send(self, message: Any) -> None:
-        """Sends a message to rank 0."""
+        """Sends a message to rank 0.
+
+        Raises:
+            DeadlineError: rank 0 has not connected in time.
+            PeerLostError: the engine died.
+        """
         from sglang.srt.managers.io_struct import msgpack_encode
 
-        await self._requests.send(msgpack_encode(message))
+        await self._unless_ended(self._requests.send(msgpack_encode(message)), "sending a request", GRACE_S)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Reply]:
         """Calls a method on every rank; returns the replies by rank.
@@ -111,27 +117,33 @@ class Link:
         from sglang.srt.managers.io_struct import RpcReqInput, msgpack_decode, msgpack_encode
 
         packed = base64.b64encode(msgpack.packb([method, args])).decode()
+        message = msgpack_encode(RpcReqInput(method=method, parameters={"call": packed}))
         async with self._calling:
-            await self._calls.send(msgpack_encode(RpcReqInput(method=method, parameters={"call": packed})))
-            reply = msgpack_decode(await self._answer(method, timeout_s + GRACE_S))
+            answer = await self._unless_ended(self._exchange(message), method, timeout_s + GRACE_S)
+        reply = msgpack_decode(answer)
         replies: list[Reply] = msgpack.unpackb(base64.b64decode(reply.message))
         raise_reported(replies)
         return replies
 
-    async def _answer(self, method: str, seconds: float) -> bytes:
-        answer = asyncio.ensure_future(self._calls.recv())
+    async def _exchange(self, message: bytes) -> bytes:
+        await self._calls.send(message)  # waits until a rank has connected
+        return bytes(await self._calls.recv())
+
+    async def _unless_ended(self, work: Awaitable[_Result], phase: str, seconds: float) -> _Result:
+        """Waits for work with the sockets, which do not notice that a process has ended."""
+        working = asyncio.ensure_future(work)
         try:
             async with asyncio.timeout(seconds):
-                while not answer.done():
-                    await asyncio.wait([answer], timeout=_LOOK_S)
-                    if not answer.done() and self.ended:
+                while not working.done():
+                    await asyncio.wait([working], timeout=_LOOK_S)
+                    if not working.done() and self.ended:
                         raise died(self.ended)
         except TimeoutError:
             hint = "its processes hang; the engine must be restarted"
-            raise DeadlineError(phase=method, peer=LocalPart.ENGINE, seconds=seconds, hint=hint) from None
+            raise DeadlineError(phase=phase, peer=LocalPart.ENGINE, seconds=seconds, hint=hint) from None
         finally:
-            answer.cancel()
-        return bytes(answer.result())
+            working.cancel()
+        return working.result()
 
     async def _read(self) -> None:
         while True:
