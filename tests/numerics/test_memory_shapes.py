@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.config.model import LoraConfig
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, empty_lm, load_policy
+from paceline.learner.model.lora import add_adapters, is_adapter
+from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.models.model_shape import ModelShape
 from support.architectures import tiny_config
 
@@ -82,6 +85,19 @@ def test_parameters_are_those_that_train(kind: str) -> None:
     config = tiny_config(kind)
     trained = sum(p.numel() for p in empty_lm(config).parameters() if p.requires_grad)
     assert shape_of(config).num_parameters == trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("targets", [("all",), ("o_proj", "down_proj")])
+def test_adapters_are_those_that_the_learner_adds(kind: str, targets: tuple[str, ...]) -> None:
+    config, lora = tiny_config(kind), LoraConfig(rank=2, targets=targets)
+    lm = empty_lm(config)
+    add_adapters(lm, decoder_layers(body_of(lm)), lora)
+    added = sum(p.numel() for name, p in lm.named_parameters() if is_adapter(name))
+    of_experts = sum(p.numel() for name, p in lm.named_parameters() if is_adapter(name) and p.ndim == 3)
+    shape = shape_of(config)
+    assert shape.num_adapters(targets, 2) == added
+    assert of_experts == sum(part.num_adapters(2) for part in shape.matrices(targets) if part.is_expert)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from paceline.learner.checkpoint.load import load
 from paceline.learner.checkpoint.state import trainables_of
 from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.loading import hugging_face_names
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.model.lora import adapter_names, with_adapters
 from paceline.learner.train.state.learner import Learner
 from support import image_ranks, image_rows
 from support.architectures import tiny_config
@@ -44,7 +45,7 @@ IMAGES_KIND = "qwen3_vl"
 VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "windows": ("qwen2", {"actor": {"shared_prompts": "off"}}),
     "shared prompts": ("qwen2", {"actor": {"shared_prompts": "on"}}),
-    "adapters": ("qwen2", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
+    "adapters": ("qwen3_moe", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
     "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
     "replay": ("qwen3_moe", {"actor": {"shared_prompts": "on", "router_replay": True, "use_kl_loss": True}}),
     "images": (
@@ -145,13 +146,17 @@ def steps(
 
 
 def parameters_of(learner: Learner) -> dict[str, Tensor]:
-    """All parameters that train, unsharded."""
-    return {
-        f"{kind}.{name}": full(parameter.detach())
-        for kind, trainable in trainables_of(learner).items()
-        for name, parameter in hugging_face_names(trainable.network)
-        if parameter.requires_grad
-    }
+    """All parameters that train, and a model with merged adapters, unsharded."""
+    parameters = dict[str, Tensor]()
+    for kind, trainable in trainables_of(learner).items():
+        network: Any = trainable.network
+        as_fsdp(network).reshard()
+        has_adapters = bool(adapter_names(network))
+        with with_adapters(network):
+            for name, parameter in hugging_face_names(network):
+                if parameter.requires_grad or has_adapters:
+                    parameters[f"{kind}.{name}"] = full(parameter.detach())
+    return parameters
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -137,8 +137,8 @@ def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
     """Checks adapters against layers whose shapes config.json gives; the learner checks all layers."""
     lora, shape = config.model.lora, ModelShape.of(tree)
     if lora is not None and shape is not None:
-        for layer, inputs, outputs in shape.matrices(lora.targets):
-            lora.require_room(layer, inputs, outputs)
+        for part in shape.matrices(lora.targets):
+            lora.require_room(part.name, part.inputs, part.outputs)
 
 
 def check_critic_of_images(config: RunConfig) -> None:

@@ -27,8 +27,8 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(
         ("all",),
         min_length=1,
-        description="Linear layers, by the last part of their names ([q_proj, v_proj]); all: every linear "
-        "layer of the decoder.",
+        description="Linear layers and experts, by the last part of their names ([q_proj, v_proj], experts: "
+        "[gate_up_proj, down_proj]); all: every linear layer and all experts of the decoder.",
     )
 
     def require_room(self, layer: str, inputs: int, outputs: int) -> None:

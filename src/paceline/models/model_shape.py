@@ -160,6 +160,31 @@ class LatentShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedMatrix:
+    """A kind of matrix that has adapters.
+
+    Attributes:
+        count: number of such matrices in all layers.
+        is_expert: whether they are stacked, those of all experts of a layer in one parameter.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    count: int
+    is_expert: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of all such matrices."""
+        return self.count * self.inputs * self.outputs
+
+    def num_adapters(self, rank: int) -> int:
+        """Returns the number of parameters of A and B of all such matrices."""
+        return self.count * rank * (self.inputs + self.outputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a decoder that matter for memory, and those of its vision tower.
 
@@ -364,31 +389,52 @@ class ModelShape:
 
     def num_adapted(self, targets: Sequence[str]) -> int:
         """Returns the size of the matrices that `model.lora.targets` name."""
-        return self.num_layers * sum(inner * outer for _, inner, outer in self.matrices(targets))
+        return sum(part.size for part in self.matrices(targets))
 
     def num_adapters(self, targets: Sequence[str], rank: int) -> int:
         """Returns the size of the adapters, A and B, of these matrices."""
-        return self.num_layers * rank * sum(inner + outer for _, inner, outer in self.matrices(targets))
+        return sum(part.num_adapters(rank) for part in self.matrices(targets))
 
-    def matrices(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Returns name, inputs and outputs of a layer's matrices; unknown names count as an MLP's."""
-        hidden, inner = self.hidden, self.intermediate
-        attention, kv = self.attention_width, self.kv_width
-        known = {
-            "q_proj": (hidden, attention),
-            "k_proj": (hidden, kv),
-            "v_proj": (hidden, kv),
-            "o_proj": (attention, hidden),
-            "gate_proj": (hidden, inner),
-            "up_proj": (hidden, inner),
-            "down_proj": (inner, hidden),
-        }
+    def matrices(self, targets: Sequence[str]) -> list[AdaptedMatrix]:
+        """Returns the matrices that adapters have; unknown names count as an MLP's."""
+        hidden, with_experts = self.hidden, self.num_layers - self.num_dense
+        fused = {"qkv_proj": (hidden, self.attention_width + 2 * self.kv_width)}
+        parts = [(self._projections, self.num_layers, False)]
+        if self.num_experts:
+            stacks = {
+                "gate_up_proj": (hidden, 2 * self.intermediate),
+                "down_proj": (self.intermediate, hidden),
+            }
+            parts.append((stacks, with_experts * self.num_experts, True))
+            parts += [(_mlp(hidden, self.shared), with_experts, False)] if self.shared else []
+            parts += [(_mlp(hidden, self.dense), self.num_dense, False)] if self.num_dense else []
+        else:
+            fused["gate_up_proj"] = (hidden, 2 * self.intermediate)
+            parts.append((_mlp(hidden, self.intermediate), self.num_layers, False))
+        matrices = [
+            AdaptedMatrix(name=name, inputs=shape[0], outputs=shape[1], count=count, is_expert=is_expert)
+            for shapes, count, is_expert in parts
+            for name, shape in shapes.items()
+            if "all" in targets or name in targets
+        ]
+        for name in {*targets} - {"all"} - {part.name for part in matrices}:
+            inputs, outputs = fused.get(name, (hidden, self.intermediate))
+            matrices.append(AdaptedMatrix(name=name, inputs=inputs, outputs=outputs, count=self.num_layers))
+        return matrices
+
+    @property
+    def _projections(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's attention."""
         if self.latent is not None:
-            known = self.latent.matrices(hidden) | {name: known[name] for name in list(known)[4:]}
-        fused = {"qkv_proj": (hidden, attention + 2 * kv), "gate_up_proj": (hidden, 2 * inner)}
-        shapes = known | fused
-        names = known if "all" in targets else targets
-        return [(name, *shapes.get(name, (hidden, inner))) for name in names]
+            return self.latent.matrices(self.hidden)
+        attention, kv = self.attention_width, self.kv_width
+        keys = dict.fromkeys(("k_proj", "v_proj"), (self.hidden, kv))
+        return {"q_proj": (self.hidden, attention), **keys, "o_proj": (attention, self.hidden)}
+
+
+def _mlp(hidden: int, width: int) -> dict[str, tuple[int, int]]:
+    """Returns inputs and outputs of an MLP's matrices."""
+    return {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
 
 
 def _number(tree: Mapping[str, Any], *names: str) -> int:

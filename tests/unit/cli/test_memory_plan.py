@@ -182,9 +182,8 @@ def test_deepseek_v3_and_v2_lite_by_hand_and_as_published() -> None:
     lite |= {"num_hidden_layers": 27, "num_attention_heads": 16, "moe_intermediate_size": 1408}
     lite |= {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1}
     assert shape_of(lite).num_parameters == 15_706_484_224
-    matrices = shape_of(lite).matrices(["q_proj", "kv_b_proj"])
-    adapted = sum(inner * outer for _, inner, outer in matrices)
-    assert adapted == 2048 * 16 * 192 + 512 * 16 * 256
+    adapted = shape_of(lite).num_adapted(["q_proj", "kv_b_proj"])
+    assert adapted == 27 * (2048 * 16 * 192 + 512 * 16 * 256)
 
 
 def test_heads_are_shared_by_an_engines_gpus_and_a_latent_vector_is_not() -> None:

@@ -51,6 +51,8 @@ class LearnerMemory:
         offloads_frozen: whether each frozen network is in host memory except while it scores.
         num_adapters: number of parameters in the policy's adapters, if only these train; else 0.
         num_adapted: number of parameters in the matrices that have adapters.
+        num_stacked: number of parameters in the adapters of experts.
+        num_merged: number of parameters of a layer's experts that have adapters, which a pass merges.
         has_images: whether prompts have images.
         gpu_bytes: bytes of the largest GPU; 0 if it is not known.
     """
@@ -70,6 +72,8 @@ class LearnerMemory:
     offloads_frozen: bool = False
     num_adapters: int = 0
     num_adapted: int = 0
+    num_stacked: int = 0
+    num_merged: int = 0
     has_images: bool = False
     context: int = 1
     gpu_bytes: int = 0
@@ -90,6 +94,8 @@ class LearnerMemory:
         sequences = actor.ppo_mini_batch_size * config.rollout.n
         most = -(-sequences // config.learner.num_data_ranks) * longest_row(config, shape)
         lora = config.model.lora
+        adapted = shape.matrices(lora.targets) if lora else []
+        experts = [part for part in adapted if part.is_expert]  # such layers are not compiled
         return cls(
             shape=shape,
             num_shards=config.learner.num_shards,
@@ -97,7 +103,7 @@ class LearnerMemory:
             bytes_per_gradient=2 if actor.reduce_dtype == "bfloat16" else 4,
             num_tokens=min(actor.ppo_max_token_len_per_gpu, most),
             kept_share=actor.memory.kept_share,
-            compiled=actor.compiles,
+            compiled=actor.compiles and not experts,
             keeps_gathered=actor.memory.keeps_gathered,
             accumulates=actor.memory.accumulates,
             offloads=actor.memory.offloads,
@@ -106,6 +112,8 @@ class LearnerMemory:
             offloads_frozen=actor.memory.offload_reference,
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
+            num_stacked=sum(part.num_adapters(lora.rank) for part in experts) if lora else 0,
+            num_merged=sum(part.size for part in experts) // max(1, shape.num_layers - shape.num_dense),
             has_images=has_images(config),
             context=config.learner.num_context_ranks,
             gpu_bytes=max(totals, default=0),
@@ -136,12 +144,13 @@ class LearnerMemory:
 
     @property
     def _averages(self) -> int:
-        """Bytes of the averages: AdamW keeps two per number, Muon one; all adapters are matrices.
+        """Bytes of the averages: AdamW keeps two per number, Muon one, except for adapters of experts.
 
         In 8 bits, two of them take 65 / 32 bytes with their scales; the scales of adapters take more.
         """
         matrices = self.shape.num_in_matrices
-        of_muon = (self.num_adapters or matrices) if self.muon else 0
+        adapters = self.num_adapters - self.num_stacked
+        of_muon = (adapters if self.num_adapters else matrices) if self.muon else 0
         trained = self._num_trained
         if self.has_critic:
             trained += self.shape.num_parameters
@@ -260,9 +269,12 @@ class LearnerMemory:
 
     @property
     def _gathered(self) -> int:
-        """Bytes of gathered weights: the whole model, or embedding, head and two layers; and the tower."""
+        """Bytes of gathered weights: the whole model, or embedding, head and two layers; and the tower.
+
+        A layer's experts with adapters are merged, and in the backward pass have a gradient of that size.
+        """
         number = self.shape.num_parameters if self.keeps_gathered else self._in_flight
-        return self.bytes_per_number * (number + self.shape.num_frozen)
+        return self.bytes_per_number * (number + self.shape.num_frozen + 2 * self.num_merged)
 
     @property
     def _in_flight(self) -> int:

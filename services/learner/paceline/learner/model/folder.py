@@ -189,6 +189,9 @@ class _Files:
 def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig, base: str) -> None:
     """Writes adapters in the layout of the library PEFT, to load them with their base.
 
+    Adapters of experts have no such layout here, and without them the others would be of no use: then nothing
+    is written.
+
     Args:
         out: created if it is missing.
         tensors: full tensors of A and B, by the names of parameters.
@@ -197,6 +200,8 @@ def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig
     """
     from safetensors.torch import save_file
 
+    if any(tensor.ndim == 3 for tensor in tensors.values()):
+        return
     targets = {name.removesuffix(A).rpartition(".")[2] for name in tensors if name.endswith(A)}
     config = {
         "peft_type": "LORA",

@@ -35,7 +35,7 @@ from paceline.learner.model.decoder.experts import (
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.decoder.recurrence import use_packed_recurrence
 from paceline.learner.model.image_states import vision_tower
-from paceline.learner.model.lora import B, add_adapters, is_adapter
+from paceline.learner.model.lora import B, add_adapters, is_adapter, require_compilable_adapters
 from paceline.learner.model.networks import (
     PolicyNetwork,
     ValueNetwork,
@@ -296,6 +296,7 @@ def _materialise(
         network.context = ranks.context
     if options.compiled:
         architectures.require_compilable(lm.config)
+        require_compilable_adapters(lm)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     options.apply(lm, decoder_layers(body), ranks.device)
     for layer in decoder_layers(body):

@@ -4,7 +4,8 @@ Every pass computes with the merged matrix, rounded as on rollout servers. If W 
 separately, bfloat16 would round the trained policy differently from the sampling one.
 
 W keeps its name, so that pushes and exports of merged weights find it. A and B are sharded by rows, like W: a
-rank's rows of B belong to its rows of W.
+rank's rows of B belong to its rows of W. The matrices of a layer's experts are stacked in one parameter, and
+so are their A and B, whose rows are experts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,12 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from paceline.config.model import LoraConfig
-from paceline.core.errors import ConfigError, ModelError
+from paceline.core.errors import ConfigError
+from paceline.learner.model.architectures import UncompilableError
 
 A, B = ".lora_a", ".lora_b"
 """Endings of the names of an adapter's two matrices."""
 
 _ALL = "all"
+_STACKS = "adapters"
+"""The module of experts that has their adapters, each under the name of its parameter."""
 
 
 class LoraLinear(nn.Linear):
@@ -124,41 +129,143 @@ register_flop_formula(torch.ops.paceline.merged_linear)(_operations)
 register_flop_formula(torch.ops.paceline.merged_linear_backward)(_backward_operations)
 
 
+class _StackedAdapter(nn.Module):
+    """A and B of a parameter (E, m, n) that stacks the matrices of E experts.
+
+    Attributes:
+        lora_a: (E, r, n), in float32.
+        lora_b: (E, m, r), in float32.
+    """
+
+    def __init__(self, stack: Tensor, rank: int) -> None:
+        super().__init__()
+        num_experts, height, width = stack.shape
+        self.lora_a = nn.Parameter(torch.empty(num_experts, rank, width, device=stack.device))
+        self.lora_b = nn.Parameter(torch.empty(num_experts, height, rank, device=stack.device))
+
+
+def _adapt_experts(experts: Any, names: Iterable[str], lora: LoraConfig) -> None:
+    """Adds adapters to these parameters of a layer's experts, in place."""
+    adapters = nn.ModuleDict({name: _StackedAdapter(getattr(experts, name), lora.rank) for name in names})
+    experts.add_module(_STACKS, adapters)
+    experts.scale, experts.is_adapted = lora.alpha / lora.rank, True
+    kind: Any = type(experts)
+    experts.__class__ = _adapted_kind(kind)
+
+
+@cache
+def _adapted_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class of experts of this kind that compute with merged matrices."""
+
+    def forward(self: Any, *inputs: Tensor) -> Tensor:
+        plain: Any = kind.forward
+        if not self.is_adapted:
+            return plain(self, *inputs)  # type: ignore[no-any-return]
+        merged_experts = _MergedExperts(self)
+        with torch.autograd.graph.saved_tensors_hooks(merged_experts.pack, merged_experts.unpack):
+            return plain(merged_experts, *inputs)  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+class _MergedExperts:
+    """The attributes of experts with merged matrices; their class's `forward` reads nothing else.
+
+    The backward pass merges again instead of keeping a layer's merged matrices.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+        self._inputs: dict[int, tuple[Tensor, Tensor, Tensor, float]] = {}
+        for name, adapter in getattr(experts, _STACKS).items():
+            inputs = (getattr(experts, name), adapter.lora_a, adapter.lora_b, experts.scale)
+            stack = merge(*inputs)
+            setattr(self, name, stack)
+            self._inputs[stack.untyped_storage().data_ptr()] = inputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def pack(self, saved: Tensor) -> Any:
+        """Keeps what a merged tensor is made of in its place, and every other tensor itself."""
+        inputs = self._inputs.get(saved.untyped_storage().data_ptr())
+        if inputs is None:
+            return saved
+        return inputs, saved.shape, saved.stride(), saved.storage_offset()
+
+    @staticmethod
+    def unpack(kept: Any) -> Tensor:
+        """Returns the tensor that was given to `pack`."""
+        if isinstance(kept, Tensor):
+            return kept
+        inputs, shape, stride, offset = kept
+        with torch.no_grad():
+            return merge(*inputs).as_strided(shape, stride, offset)
+
+
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns W + scale B A in the type of W, to which A and B are rounded first.
 
     Args:
-        weight: (out, in), or some of its rows.
-        a: (r, in).
-        b: (out, r), or the same rows.
+        weight: (out, in), or some of its rows; or a stack of experts, (E, out, in).
+        a: (r, in); or (E, r, in).
+        b: (out, r), or the same rows; or (E, out, r).
         scale: alpha / r.
     """
-    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+    add = torch.addmm if weight.ndim == 2 else torch.baddbmm
+    return add(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
 
 
 def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None:
     """Freezes a model and adds adapters to the layers of `lora.targets`; call it before sharding.
 
     Raises:
-        ConfigError: a target names no linear layer of the decoder, or the rank exceeds a layer's size.
-        ModelError: the model has experts, whose matrices are not linear layers.
+        ConfigError: a target names neither a linear layer nor experts of the decoder, or the rank exceeds a
+            matrix's size.
     """
-    if any(parameter.ndim == 3 for parameter in layers.parameters()):
-        raise ModelError(f"model.lora: {type(lm).__name__} has experts, which take no adapters; leave it out")
     linears = [(name, module) for name, module in layers.named_modules() if type(module) is nn.Linear]
-    leaves = sorted({name.rpartition(".")[2] for name, _ in linears})
+    stacks = [(module, _stacks(module)) for module in layers.modules() if _stacks(module)]
+    leaves = {name.rpartition(".")[2] for name, _ in linears}.union(*(names for _, names in stacks))
     unknown = [target for target in lora.targets if target not in (*leaves, _ALL)]
     if unknown:
         raise ConfigError(
             f"model.lora.targets names {unknown[0]}, which is no linear layer of {type(lm).__name__}; it has "
-            f"{', '.join(leaves)}, and {_ALL} means all of them"
+            f"{', '.join(sorted(leaves))}, and {_ALL} means all of them"
         )
     lm.requires_grad_(False)
     for name, linear in linears:
         leaf = name.rpartition(".")[2]
-        if _ALL in lora.targets or leaf in lora.targets:
+        # A single output, such as the weight of a shared expert, has nothing to gain from a low rank.
+        if leaf in lora.targets or (_ALL in lora.targets and linear.out_features > 1):
             lora.require_room(leaf, linear.in_features, linear.out_features)
             LoraLinear.convert(linear, lora)
+    for experts, names in stacks:
+        chosen = [name for name in names if name in lora.targets or _ALL in lora.targets]
+        for name in chosen:
+            _, height, width = getattr(experts, name).shape
+            lora.require_room(name, width, height)
+        if chosen:
+            _adapt_experts(experts, chosen, lora)
+
+
+def require_compilable_adapters(lm: nn.Module) -> None:
+    """Refuses to compile layers whose experts have adapters: a graph would keep their merged matrices.
+
+    Raises:
+        UncompilableError: experts have adapters.
+    """
+    if any(hasattr(module, _STACKS) and hasattr(module, "is_adapted") for module in lm.modules()):
+        raise UncompilableError(
+            f"experts of {type(lm).__name__} have adapters, and compiled layers would keep their merged "
+            "matrices; set actor.compile: false, or leave the experts out of model.lora.targets"
+        )
+
+
+def _stacks(module: nn.Module) -> list[str]:
+    """Returns the parameters of a module that stack the matrices of experts."""
+    if not type(module).__name__.endswith("Experts"):
+        return []
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
 
 
 def described(lm: nn.Module, lora: LoraConfig) -> LoraConfig:
@@ -197,15 +304,19 @@ def with_adapters(network: nn.Module) -> Iterator[None]:
 
     The shards keep their addresses, which pushes cache. Afterwards W has the same bits as before.
     """
-    adapted = _adapted(network)
-    kept = [_local(module.weight).clone() for module in adapted]
+    kept = [
+        (_local(weight), _local(weight).clone())
+        for module in _adapted(network)
+        for weight, _, _ in _parts(module)
+    ]
     try:
-        for module in adapted:
-            _local(module.weight).copy_(_merged_rows(module))
+        for module in _adapted(network):
+            for weight, a, b in _parts(module):
+                _local(weight).copy_(_merged_rows(weight, a, b, module.scale))
         yield
     finally:
-        for module, values in zip(adapted, kept, strict=True):
-            _local(module.weight).copy_(values)
+        for weight, values in kept:
+            weight.copy_(values)
 
 
 def merged(
@@ -219,21 +330,38 @@ def merged(
         lora: LoRA settings of the run.
     """
     for name, tensor in base:
-        linear = name.removesuffix(".weight")
-        if linear != name and linear + A in adapters:
-            yield name, merge(tensor, adapters[linear + A], adapters[linear + B], lora.alpha / lora.rank)
+        owner = _owner(name)
+        if owner + A in adapters:
+            yield name, merge(tensor, adapters[owner + A], adapters[owner + B], lora.alpha / lora.rank)
         else:
             yield name, tensor
 
 
-def _merged_rows(module: LoraLinear) -> Tensor:
-    """Returns this rank's rows of the merged matrix; every rank calls it."""
-    a = module.lora_a.full_tensor() if isinstance(module.lora_a, DTensor) else module.lora_a
-    return merge(_local(module.weight), a, _local(module.lora_b), module.scale)
+def _owner(weight: str) -> str:
+    """Returns the name of the module that has the adapter of a weight."""
+    owner, _, leaf = weight.rpartition(".")
+    return owner if leaf == "weight" else f"{owner}.{_STACKS}.{leaf}"
 
 
-def _adapted(network: nn.Module) -> list[LoraLinear]:
-    return [module for module in network.modules() if isinstance(module, LoraLinear)]
+def _merged_rows(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Returns this rank's rows of the merged matrix, or its experts; every rank calls it."""
+    is_shared = isinstance(a, DTensor) and a.ndim == 2  # each row of W takes all rows of A
+    a = a.full_tensor() if is_shared else _local(a)  # type: ignore[attr-defined]
+    return merge(_local(weight), a, _local(b), scale)
+
+
+def _adapted(network: nn.Module) -> list[Any]:
+    """Returns the linear layers and the experts that have adapters."""
+    return [module for module in network.modules() if hasattr(module, "is_adapted")]
+
+
+def _parts(module: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields W, A and B of each adapter of a module."""
+    if isinstance(module, LoraLinear):
+        yield module.weight, module.lora_a, module.lora_b
+        return
+    for name, adapter in getattr(module, _STACKS).items():
+        yield module.get_parameter(name), adapter.lora_a, adapter.lora_b
 
 
 def _local(parameter: Tensor) -> Tensor:
