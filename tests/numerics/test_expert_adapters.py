@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from paceline.learner.train.state.learner import Learner
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from support.architectures import tiny_config
-from support.learner_fakes import VOCAB_SIZE, run_config
+from support.learner_fakes import VOCAB_SIZE, draw_choices, run_config
 from support.learner_scenarios import save, train
 from support.learner_shapes import rows_with_holes
 
@@ -178,6 +179,22 @@ def test_passes_compute_to_the_bit_with_what_is_pushed(ranks: Ranks, tmp_path: P
     assert not torch.allclose(adapted, expected, atol=1e-3)
     with with_adapters(network), base_alone(network), torch.no_grad():
         assert torch.equal(network(pack(rows, CPU))[0], adapted)
+
+
+def test_replayed_choices_of_experts_go_to_the_merged_experts(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    rows = [
+        replace(row, expert_choices=draw_choices([row.index], len(row.prompt_token_ids) + length, 3, 4, 2))
+        for row in rows_with_holes([[(4, 3)], [(9, 5)]])
+        for length in [len(row.response_token_ids)]
+    ]
+    network, chooses = adapted_policy(tmp_path, ranks), adapted_policy(tmp_path, ranks)
+    network.replay_choices()
+    with torch.no_grad():
+        replayed, chosen = network(pack(rows, CPU))[0], chooses(pack(rows, CPU))[0]
+        with with_adapters(network), base_alone(network):
+            assert torch.equal(network(pack(rows, CPU))[0], replayed)
+    assert not torch.allclose(replayed, chosen, atol=1e-3)
 
 
 def test_the_backward_pass_keeps_no_merged_experts(

@@ -226,7 +226,6 @@ def test_the_check_knows_the_sizes_of_choices(tmp_path: Path) -> None:
             },
             "algorithm.replay.prompts_per_step",
         ),
-        ({"model": {"lora": {"rank": 4, "alpha": 8.0}}}, "model.lora"),
     ],
 )
 def test_what_choices_do_not_go_with_is_refused_by_name(sections: dict[str, Any], reason: str) -> None:

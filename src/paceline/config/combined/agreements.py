@@ -210,7 +210,6 @@ def _choices_can_be_repeated(config: DerivedSettings) -> None:
         "wait": config.rollout.in_flight == "recompute",
         "algorithm.replay.prompts_per_step: files of trajectories, which are its buffer, have no choices of "
         "experts; leave one of them out": config.replays,
-        "model.lora: experts take no adapters; leave one of them out": bool(config.model.lora),
     }
     if reason := _first_of(refused):
         raise ValueError(f"actor.router_replay does not go with {reason}")
