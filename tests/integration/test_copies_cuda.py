@@ -102,6 +102,27 @@ def test_the_tables_are_by_types() -> None:
 
 
 @pytest.mark.torch
+def test_a_table_is_aligned_only_if_its_columns_are_and_a_column_is_no_vector() -> None:
+    """Rows of 3 in rows of 4, and one column of a matrix beside a vector."""
+    matrices = [torch.arange(24.0).view(6, 4), torch.zeros(6, 4)]
+    rows, columns = (
+        [
+            Views.of_boxes([part], np.zeros(1, np.int64), np.zeros((1, 2), np.int64), shape)
+            for part in matrices
+        ]
+        for shape in (np.array([[6, 3]]), np.array([[6, 1]]))
+    )
+    ((table,), _) = copy_tables(*rows)
+    assert not table.is_aligned
+    vector = Views.contiguous(torch.zeros(6), np.zeros(1, np.int64), np.array([[6, 1]]))
+    for target in (columns[1], vector):
+        ((table,), _) = copy_tables(columns[0], target)
+        assert table.rows[0, [1, 3, 4, 5]].tolist() == [4, int(target.stride[0, 0]), 6, 1]
+    ((table,), _) = copy_tables(vector, columns[1])
+    assert table.rows[0, [1, 3, 4, 5]].tolist() == [1, 4, 6, 1]
+
+
+@pytest.mark.torch
 def test_on_the_cpu() -> None:
     check(torch.device("cpu"), torch.float32, torch.bfloat16)
 

@@ -292,6 +292,9 @@ def test_bins_are_those_of_a_search_through_all_of_them(
     bundles = [Bundle(rows=(row,), num_tokens=tokens, cost=cost) for row, (tokens, cost) in enumerate(sizes)]
     packed = pack_bins(bundles, multiple=multiple, budget=budget)
     assert packed == naive_pack_bins(bundles, multiple=multiple, budget=budget)
+    assert packed == pack_bins(bundles[::-1], multiple=multiple, budget=budget), (
+        "the order given is no matter"
+    )
 
 
 @given(

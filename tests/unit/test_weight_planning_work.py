@@ -114,6 +114,18 @@ def test_a_learner_packs_once_for_servers_that_are_alike() -> None:
     assert [len(sends) for sends in five.sends] == [5 * len(sends) for sends in single.sends]
 
 
+def test_added_rounds_have_no_pieces() -> None:
+    layout = lay_out(
+        build_plan([rows(960, 0, 1)], [rows(960, 0, 1)], item_bytes=4, round_bytes=1 << 20), 1, 1
+    )
+    longer = layout.padded(layout.num_rounds + 2)
+    assert longer.num_rounds == len(longer.receives) == layout.num_rounds + 2
+    counts = [len(longer.at[longer.pieces(number)]) for number in range(longer.num_rounds)]
+    assert counts[-2:] == [0, 0]
+    assert sum(counts) == len(layout.at)
+    assert min(counts[:-2]) > 0
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_rests_while_a_plan_is_computed(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go through all objects of the plan again and again; afterwards it is as it was before."""

@@ -16,13 +16,13 @@ from typing import Final
 import msgpack
 import numpy as np
 
+from paceline.core.collector import collector_paused
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.columns import IntArray, ranges
 from paceline.weights.geometry.layout import RankLayout, RankPlace, expand_all
 from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan.chunks import Chunks, cut_into_chunks
-from paceline.weights.plan.collector import collector_paused
 from paceline.weights.plan.flows import SMALLEST_SHARE, Demand, Flows, Members
 from paceline.weights.plan.messages import MessageParts, ParameterPlaces, Pieces, SliceEnd
 from paceline.weights.plan.rounds import chunk_sizes

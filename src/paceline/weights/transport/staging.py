@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.collector import collector_paused
 from paceline.weights.geometry.columns import IntArray
 from paceline.weights.geometry.parameters import tensor_of
 from paceline.weights.geometry.views import Views
-from paceline.weights.plan.collector import collector_paused
 from paceline.weights.plan.messages import MessageKey, MessageParts, ParameterPlaces
 from paceline.weights.plan.plan import TransferPlan
 

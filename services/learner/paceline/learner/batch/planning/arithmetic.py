@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,16 +56,40 @@ class Arithmetic:
 
     def of_response(self, row: RowLength) -> int:
         """Returns operations for the row's response, which also attends to the prompt."""
-        pairs = row.num_tokens**2 - row.num_prompt_tokens**2
-        return (self.per_token + self.per_response_token) * row.num_response_tokens + self.per_pair * pairs
+        length = row.num_response_tokens
+        # The pairs are (prompt + response)^2 - prompt^2.
+        per_pair = self.per_pair * (2 * row.num_prompt_tokens + length)
+        return (self.per_token + self.per_response_token + per_pair) * length
 
     def of_rows(self, rows: Iterable[RowLength], *, share_prompts: bool = False) -> int:
         """Returns operations for rows, each with its own prompt or sharing it; images are computed once."""
         rows = tuple(rows)
-        prompts = {row.prompt_id: row for row in rows}.values()
-        copies = prompts if share_prompts else rows
-        return (
-            sum(map(self.of_images, prompts))
-            + sum(map(self.of_prompt, copies))
-            + sum(map(self.of_response, rows))
-        )
+        return RowCosts(self, rows, share_prompts=share_prompts).of(range(len(rows)))
+
+
+class RowCosts:
+    """Counts the arithmetic of any choice of some rows; what a row takes is computed once.
+
+    Args:
+        share_prompts: whether chosen rows with the same prompt have one copy of it.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, rows: Sequence[RowLength], *, share_prompts: bool) -> None:
+        self._prompt_ids = [row.prompt_id for row in rows]
+        prompts = {row.prompt_id: row for row in rows}
+        self._once = {number: arithmetic.of_images(row) for number, row in prompts.items()}
+        self._each = list(map(arithmetic.of_response, rows))
+        if share_prompts:
+            self._once = {
+                number: self._once[number] + arithmetic.of_prompt(prompts[number]) for number in prompts
+            }
+        else:
+            self._each = list(map(add, self._each, map(arithmetic.of_prompt, rows)))
+        self._has_shared = any(self._once.values())
+
+    def of(self, indices: Sequence[int]) -> int:
+        """Returns operations for the rows with these indices."""
+        total = sum(map(self._each.__getitem__, indices))
+        if self._has_shared:
+            total += sum(map(self._once.__getitem__, {self._prompt_ids[index] for index in indices}))
+        return total

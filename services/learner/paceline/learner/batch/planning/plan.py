@@ -16,13 +16,17 @@ cuts of the groups are tried, from whole groups to single rows, and the fastest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 
+import numpy as np
+
+from paceline.core.collector import collector_paused
 from paceline.core.errors import ConfigError, DataError
-from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.planning.bin_packing import Bin, Bundle, pack_bins
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowCosts, RowLength
+from paceline.learner.batch.planning.bin_packing import Bundle, pack_bins
 
 CPU_TOKEN_BUDGET = 3072
 """Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
@@ -127,6 +131,7 @@ def plan_batch(
     )
 
 
+@collector_paused()
 def plan_chunk(
     rows: Sequence[RowLength],
     first_row: int,
@@ -156,17 +161,15 @@ def plan_chunk(
             f"a sequence of {longest.num_tokens} tokens{patches} is over the token budget of "
             f"{token_budget}; raise actor.ppo_max_token_len_per_gpu (or sft.max_token_len_per_gpu)"
         )
-    groups = [
-        [index for index, _ in run] for _, run in groupby(enumerate(rows), key=lambda pair: pair[1].prompt_id)
-    ]
     cut = _Cut(
         rows=rows,
         first_row=first_row,
         num_ranks=num_data_ranks,
         budget=token_budget,
         arithmetic=arithmetic,
+        share_prompts=share_prompts,
     )
-    return cut.sharing_prompts(groups) if share_prompts else cut.row_by_row(groups)
+    return cut.sharing_prompts() if share_prompts else cut.chunk([(index,) for index in range(len(rows))])
 
 
 def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
@@ -174,53 +177,48 @@ def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
     return min(token_budget, max(longest, CPU_TOKEN_BUDGET)) if device_type == "cpu" else token_budget
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Cuts prompt groups of `rows`, by index, into micro-batches; the first row's place is `first_row`."""
+    """Cuts `rows`, by index, into micro-batches; the first row's place is `first_row`."""
 
     rows: Sequence[RowLength]
     first_row: int
     num_ranks: int
     budget: int
     arithmetic: Arithmetic
+    share_prompts: bool
 
-    def row_by_row(self, groups: Sequence[Sequence[int]]) -> Chunk:
-        """Cuts groups row by row, each with its own copy of its prompt."""
-        return self._chunk([(index,) for group in groups for index in group], share_prompts=False)
-
-    def sharing_prompts(self, groups: Sequence[Sequence[int]]) -> Chunk:
-        """Cuts groups so that rows of a prompt that are in the same micro-batch have one copy of it."""
+    def sharing_prompts(self) -> Chunk:
+        """Cuts so that rows of a prompt that are in the same micro-batch have one copy of it."""
+        ordered = sorted(range(len(self.rows)), key=self._order.__getitem__)
+        groups = [list(run) for _, run in groupby(ordered, key=lambda index: self.rows[index].prompt_id)]
         largest = max(map(len, groups))
         sizes = [-(-largest >> halvings) for halvings in range(largest.bit_length())]
         cuts = dict.fromkeys(
             tuple(part for group in groups for part in self._parts(group, size)) for size in [*sizes, 1]
         )
-        chunks = [self._chunk(parts, share_prompts=True) for parts in cuts]
-        return min(chunks, key=lambda chunk: (chunk.longest, chunk.num_micro_batches))
+        return min(map(self.chunk, cuts), key=lambda chunk: (chunk.longest, chunk.num_micro_batches))
 
     def _parts(self, group: Sequence[int], size: int) -> list[Rows]:
-        """Splits the group into the fewest parts of at most `size` rows that fit into a micro-batch."""
-        ordered = sorted(group, key=lambda index: (self.rows[index].num_tokens, index))
+        """Splits a group, by length, into the fewest parts of at most `size` rows that fit a micro-batch."""
         for count in range(-(-len(group) // size), len(group)):
-            most = ordered[(len(group) - 1) % count :: count]  # the part with the longest rows
+            most = group[(len(group) - 1) % count :: count]  # the part with the longest rows
             if self._num_tokens(most) > self.budget:
                 continue
-            parts = [tuple(ordered[first::count]) for first in range(count)]
+            parts = [tuple(group[first::count]) for first in range(count)]
             if all(self._num_tokens(part) <= self.budget for part in parts):
                 return parts
-        return [(index,) for index in ordered]
+        return [(index,) for index in group]
 
-    def _chunk(self, parts: Sequence[Rows], *, share_prompts: bool) -> Chunk:
+    def chunk(self, parts: Sequence[Rows]) -> Chunk:
         """Packs parts into bins; bins of similar cost run together, which also evens out the ranks' sums."""
-
-        def cost(indices: Sequence[int]) -> int:
-            return self.arithmetic.of_rows(
-                (self.rows[index] for index in indices), share_prompts=share_prompts
-            )
-
-        bundles = [Bundle(rows=part, num_tokens=self._num_tokens(part), cost=cost(part)) for part in parts]
+        cost = self._costs.of
+        bundles = list(map(Bundle, parts, map(self._num_tokens, parts), map(cost, parts)))
         packed = pack_bins(bundles, multiple=self.num_ranks, budget=self.budget)
-        bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in packed]
+        bins = [
+            sorted([index for part, _, _ in bundles for index in part], key=self._order.__getitem__)
+            for bundles in packed
+        ]
         costed = sorted(((cost(indices), indices) for indices in bins), key=lambda pair: (-pair[0], pair[1]))
         rounds = [costed[first : first + self.num_ranks] for first in range(0, len(bins), self.num_ranks)]
         turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]
@@ -231,23 +229,33 @@ class _Cut:
             ),
             cost=sum(number for number, _ in costed),
             longest=sum(turn[0][0] for turn in rounds),
-            share_prompts=share_prompts,
+            share_prompts=self.share_prompts,
         )
 
-    def _places(self, indices: Sequence[int]) -> Rows:
-        return tuple(self.first_row + index for index in indices)
+    @cached_property
+    def _costs(self) -> RowCosts:
+        return RowCosts(self.arithmetic, self.rows, share_prompts=self.share_prompts)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Each row's position by length; with shared prompts, by prompt first."""
+        tokens = [row.num_tokens for row in self.rows]
+        prompts = [row.prompt_id if self.share_prompts else 0 for row in self.rows]
+        positions: list[int] = np.argsort(np.lexsort((tokens, prompts))).tolist()
+        return positions
+
+    @cached_property
+    def _prompts(self) -> list[int]:
+        """Tokens of each row's prompt and patches of its images."""
+        return [row.num_prompt_tokens + row.num_patches for row in self.rows]
+
+    @cached_property
+    def _responses(self) -> list[int]:
+        return [row.num_response_tokens for row in self.rows]
 
     def _num_tokens(self, part: Sequence[int]) -> int:
         """Counts a part's tokens; its rows share the prompt and its images, which count once."""
-        first = self.rows[part[0]]
-        prompt = first.num_prompt_tokens + first.num_patches
-        return prompt + sum(self.rows[index].num_response_tokens for index in part)
+        return self._prompts[part[0]] + sum(map(self._responses.__getitem__, part))
 
-    def _in_order(self, bundles: Bin, *, share_prompts: bool) -> Rows:
-        """Sorts by length; with shared prompts, by prompt first."""
-
-        def key(index: int) -> tuple[int, int, int]:
-            row = self.rows[index]
-            return row.prompt_id if share_prompts else 0, row.num_tokens, index
-
-        return tuple(sorted((index for bundle in bundles for index in bundle.rows), key=key))
+    def _places(self, indices: Iterable[int]) -> Rows:
+        return tuple([self.first_row + index for index in indices])
