@@ -309,17 +309,21 @@ async def test_samples_follow_the_pushed_weights_and_no_cached_prefix_of_others_
 
 
 async def test_a_receive_beside_running_requests_is_refused(subject: Subject) -> None:
-    async def generate() -> None:
+    async def generate(tag: str) -> None:
         for number in itertools.count():
-            await subject.engine.generate(requests(f"running {number}", LONG, count=64))
+            await subject.engine.generate(requests(f"{tag}:{number}", LONG, count=64))
 
-    running = asyncio.create_task(generate())
-    await subject.engine.generate(requests("begun after them"))
+    # Three, begun one after the other: when one of them ends and begins again, others are running.
+    running = []
+    for tag in ("first", "second", "third"):
+        running.append(asyncio.create_task(generate(tag)))
+        await subject.engine.generate(requests(f"begun after the {tag}"))
     with pytest.raises(WeightSyncError, match="arrived while requests were running"):
         await subject.learner.push(subject.engine, version=7)
-    assert not running.done()
-    running.cancel()
-    await asyncio.wait([running])
+    assert not any(task.done() for task in running)
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
     # Aborted, they do not stand in the way of the next push.
     _, received = await subject.learner.push(subject.engine, version=8)
     assert received.version == 8
