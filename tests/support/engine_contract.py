@@ -234,7 +234,7 @@ async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
 
     model = _model_config()
     save_config(model, folder)
-    device, dtype = (torch.device("cuda"), "bfloat16") if has_gpu() else (CPU, "float32")
+    device, dtype = (torch.device("cuda", 0), "bfloat16") if has_gpu() else (CPU, "float32")
     on_device = ON_GPU if has_gpu() else {}
     engine = await SglangEngine.start(_run_config(folder, "sglang", dtype, **on_device))
 
