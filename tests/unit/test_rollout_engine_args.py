@@ -120,7 +120,7 @@ def test_vllm_is_told_how_a_model_with_corrections_of_scores_routes(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(tree))
     settings = config()
     given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
-    keys = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    keys = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     assert engine_arguments(given, on_cpu=False)["hf_overrides"] == keys
     (tmp_path / "config.json").write_text(json.dumps(tree | keys))
     assert "hf_overrides" not in engine_arguments(given, on_cpu=False)

@@ -62,7 +62,7 @@ class ModelFamily:
     stored_names: tuple[tuple[str, str], ...] = ()
     stacks_experts: bool = False
     transposes_experts: bool = False
-    keys_for_engines: tuple[tuple[str, str | bool], ...] = ()
+    keys_for_engines: tuple[tuple[str, str | float], ...] = ()
     has_layers_of_own_sizes: bool = False
     has_states: bool = False
     has_uniform_cache: bool = False
@@ -73,9 +73,10 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "arcee": ModelFamily(name="Arcee"),
     "cohere": ModelFamily(name="Cohere (Command R)"),
     "cohere2": ModelFamily(name="Cohere 2 (Command R7B)", has_longer_window_in_engines=True),
-    "deepseek_v2": ModelFamily(name="DeepSeek-V2"),
+    "deepseek_v2": ModelFamily(name="DeepSeek-V2", keys_for_engines=(("moe_layer_freq", 1),)),
     "deepseek_v3": ModelFamily(
-        name="DeepSeek-V3", keys_for_engines=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
+        name="DeepSeek-V3",
+        keys_for_engines=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)),
     ),
     "ernie4_5": ModelFamily(name="ERNIE 4.5"),
     "exaone4": ModelFamily(name="EXAONE 4"),
@@ -94,11 +95,12 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
         clamps_mlp=True,
         has_sinks=True,
         stacks_experts=True,
+        keys_for_engines=(("swiglu_limit", 7.0),),
     ),
     "glm4_moe_lite": ModelFamily(name="GLM-4.7-Flash"),
     "granite": ModelFamily(name="Granite"),
     "helium": ModelFamily(name="Helium"),
-    "hunyuan_v1_dense": ModelFamily(name="Hunyuan, dense"),
+    "hunyuan_v1_dense": ModelFamily(name="Hunyuan, dense", keys_for_engines=(("use_qk_norm", True),)),
     "hyperclovax": ModelFamily(name="HyperCLOVA X", is_tested=False, multiplies_logits=True),
     "llama": ModelFamily(name="Llama", has_uniform_cache=True),
     "minimax_m2": ModelFamily(

@@ -32,10 +32,8 @@ NUM_PARTS: Final = 3
 """Each part holds eight significant bits; a float32 number has 24."""
 
 
-def missing_keys(config: Mapping[str, Any]) -> dict[str, str | bool]:
-    """Finds missing keys by which engines recognise how a model chooses and weighs experts.
-
-    transformers does not write them.
+def missing_keys(config: Mapping[str, Any]) -> dict[str, str | float]:
+    """Finds missing keys by which engines recognise how a model computes; transformers does not write them.
 
     Args:
         config: the language model's part of config.json.

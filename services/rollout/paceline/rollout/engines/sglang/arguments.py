@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.engines.sglang import SGLANG
+from paceline.models.facts import config_tree
 from paceline.rollout.engines.sglang import refusals, sampler
+from paceline.weights import corrections
 
 SLACK: Final = 8
 """SGLang's limit of a sequence's length exceeds the run's longest sequence by this many tokens."""
@@ -37,6 +40,8 @@ def server_arguments(config: RunConfig, *, on_cpu: bool, load_format: str = "dum
         "log_level": "warning",
         "watchdog_timeout": 100_000.0,
     }
+    if missing := corrections.missing_keys(config_tree(config.model.path)):
+        arguments["json_model_override_args"] = json.dumps(missing)
     if on_cpu:
         arguments |= {
             "device": "cpu",
