@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
 from paceline.core.errors import ModelError  # noqa: E402
-from paceline.rollout.engines.sglang.loading import load_full  # noqa: E402
+from paceline.rollout.engines.sglang.loading import load_full, refresh_copies  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -75,3 +75,20 @@ def test_what_sglang_does_after_a_load_is_part_of_it() -> None:
 
     load_full(model, "qwen2", reload)(iter(tensors()))
     assert model.second.weight.unique().tolist() == [6.0]
+
+
+def test_a_copy_of_a_router_that_sglang_keeps_follows_a_push_in_place() -> None:
+    class Router(nn.Linear):
+        """As in SGLang's GLM-4.5: the first step makes the copy, and graphs then read it."""
+
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+            self.register_buffer("_weight_fp32", None, persistent=False)
+
+    model = nn.Sequential(Router(), Router())
+    router, before = model[0], torch.zeros(2, 2)
+    router._weight_fp32 = before
+    refresh_copies(model)
+    assert router._weight_fp32 is before
+    assert torch.equal(before, router.weight)
+    assert model[1]._weight_fp32 is None  # it has had no step, and will copy the pushed weights

@@ -8,6 +8,7 @@ it recomputes every sequence in every step. It keeps what of SGLang's scheduler 
 - Seeds count only if the sampling backend uses them, and a CPU has another backend unless it is overridden.
 - The model's own end of a response ends it, too.
 - Prefixes are cached by their key until the cache is flushed, which only an idle scheduler does.
+- A layer computes with a copy of its weight from its first step: here the head, in SGLang GLM's routers.
 - A paused scheduler answers calls and begins no step; memory that was released holds something else.
 """
 
@@ -199,6 +200,12 @@ class DummyModelLoader:
         return model
 
 
+def _warm_up(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.register_buffer("_weight_fp32", head.weight.detach().clone(), persistent=False)
+    head.forward = lambda states: torch.nn.functional.linear(states, head._weight_fp32)
+
+
 def _load(model: Any, weights: Any) -> None:
     for name, tensor in weights:
         model.get_parameter(name).data.copy_(tensor)
@@ -255,6 +262,7 @@ class Scheduler:
         )
         assert server_args.load_format == "dummy"
         model = DummyModelLoader().load_model(model_config=self.model_config, device_config=None)
+        _warm_up(model)
         self.tp_worker = SimpleNamespace(
             model_runner=SimpleNamespace(model=model, device="cpu", model_config=self.model_config)
         )

@@ -45,6 +45,18 @@ def load_full(
     return load
 
 
+@torch.no_grad()
+def refresh_copies(model: torch.nn.Module) -> None:
+    """Updates the copies of weights that SGLang keeps from a model's first step on.
+
+    These are the routers of its GLM models in float32 (seen in 0.5.16). Graphs read them where they are.
+    """
+    for module in model.modules():
+        copy = getattr(module, "_weight_fp32", None)
+        if copy is not None:
+            copy.copy_(module.weight)
+
+
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
     """Notes the storages that operators write to, in this thread."""
 

@@ -26,7 +26,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from paceline.core.errors import WeightSyncError
 from paceline.rollout.engines.answers import Reply, answered
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.sglang.loading import load_full
+from paceline.rollout.engines.sglang.loading import load_full, refresh_copies
 from paceline.rollout.engines.weights.layout import describe_model
 from paceline.weights.plan.spec import WeightGroupSpec
 
@@ -75,6 +75,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         """
         _synchronize()
         receipt = self._paceline_receiver().receive(version, timeout_s)
+        refresh_copies(self.tp_worker.model_runner.model)
         return {"receipt": receipt.to_bytes(), "idle": self.flush_cache(empty_cache=False)}
 
     def paceline_digest(self, version: int) -> Reply:
