@@ -28,12 +28,17 @@ SIZES = {
 """Heads of a size that published models have: SGLang has other rotary kernels for smaller ones."""
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "cohere2": {"sliding_window": 64},  # no row is longer: the window of engines is a token longer
     "gemma2": {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "exaone4": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window_pattern": "LLG",
+    },
+    "olmo": {"num_key_value_heads": 4},
+    "olmoe": {"num_key_value_heads": 4},
 }
 """Most as published"""
 
@@ -54,8 +59,7 @@ def compare(model_type: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            changes = _without_window(model_type) | CHANGES.get(model_type, {})
-            tensors = export(model_type, folder, SIZES, embedding_std=0.01, **changes)
+            tensors = export(model_type, folder, SIZES, embedding_std=0.01, **_changes(model_type))
             samples, push, fault = asyncio.run(_drawn(folder / "export", tensors))
         except PacelineError as error:
             return outcome | {"error": str(error).splitlines()[0]}
@@ -74,13 +78,13 @@ def compare(model_type: str) -> dict[str, Any]:
     return outcome | {"error": fault}
 
 
-def _without_window(model_type: str) -> dict[str, Any]:
-    """Returns the change of a tiny model whose window SGLang would ignore, and which is refused for it."""
-    from paceline.rollout.engines.sglang.refusals import WINDOWED
+def _changes(model_type: str) -> dict[str, Any]:
+    """Returns the changes of a tiny model; its window is as long as a sequence, as SGLang's are not exact."""
     from support.architectures import tiny_config
 
     has_window = hasattr(tiny_config(model_type), "sliding_window")
-    return {"sliding_window": None} if has_window and model_type not in WINDOWED else {}
+    window = {"sliding_window": LONGEST + NUM_TOKENS} if has_window else {}
+    return window | CHANGES.get(model_type, {})
 
 
 def _mean(values: list[float]) -> float:

@@ -60,6 +60,25 @@ def test_arguments_on_a_gpu() -> None:
     assert arguments["context_length"] >= 150 + 6
 
 
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [
+        ("deepseek_v3", {"scoring_func": "sigmoid", "moe_layer_freq": 1}),
+        ("gpt_oss", {"swiglu_limit": 7.0}),
+        ("hunyuan_v1_dense", {"use_qk_norm": True}),
+    ],
+)
+def test_keys_that_config_json_lacks_are_told_to_sglang(
+    model_type: str, missing: dict[str, Any], tmp_path: Path
+) -> None:
+    tree = {"model_type": model_type, "topk_method": "noaux_tc"}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    arguments = server_arguments(config(str(tmp_path)), on_cpu=False)
+    assert json.loads(arguments["json_model_override_args"]) == missing
+    (tmp_path / "config.json").write_text(json.dumps(tree | missing))
+    assert "json_model_override_args" not in server_arguments(config(str(tmp_path)), on_cpu=False)
+
+
 def test_arguments_follow_eager_sleep_and_the_users_own() -> None:
     given = config(enforce_eager=True, sleep="never", engine_kwargs={"page_size": 16})
     arguments = server_arguments(given, on_cpu=False)
@@ -134,10 +153,16 @@ def test_weights_in_mid_answer_are_refused_before_a_run_finds_no_versions() -> N
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("qwen3_next", "a state for each sequence"), ("qwen2_5_vl", "prompts with images")],
+    [
+        ("qwen3_next", "a state for each sequence"),
+        ("qwen2_5_vl", "prompts with images"),
+        ("cohere2", "Command R7B.*sliding windows SGLang's attention does not prepare"),
+        ("olmo3", "OLMo 3, whose rotary parameters"),
+    ],
 )
 def test_models_that_need_another_engine_are_refused(model_type: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    text = {"text_config": {"model_type": f"{model_type}_text"}} if model_type == "qwen2_5_vl" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **text}))
     with pytest.raises(ConfigError, match=rf"does not go with .*{reason}.*or another rollout.name"):
         check_engine(config(str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
@@ -150,14 +175,15 @@ def test_models_that_need_another_engine_are_refused(model_type: str, reason: st
         ({"model_type": "mistral", "sliding_window": 149}, True),
         ({"model_type": "mistral", "sliding_window": 150}, False),
         ({"model_type": "mistral", "sliding_window": None}, False),
-        ({"model_type": "gemma3_text", "sliding_window": 8}, False),
+        ({"model_type": "gemma3_text", "sliding_window": 149}, True),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, False),
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, False),
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, True),
         ({"model_type": "qwen3", "sliding_window": 8, "layer_types": ["full_attention"]}, False),
         ({"model_type": "qwen3", "sliding_window": 8, "layer_types": ["sliding_attention"]}, True),
     ],
 )
-def test_a_window_that_sglang_ignores_is_refused_if_a_sequence_can_be_longer(
+def test_a_window_that_sglang_ignores_or_shortens_is_refused_if_a_sequence_can_be_longer(
     tree: dict[str, Any], is_refused: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tree))

@@ -20,6 +20,8 @@ from paceline.checks.machine_checks import require_packages
 from paceline.checks.model_checks import has_chat_template, model_line, networks_line
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck
 from paceline.config.run import RunConfig
+from paceline.engines.registry import engine_facts
+from paceline.models.facts import config_tree, family_in
 from paceline.show.trackers.adapters import check_installed
 
 CHECKS: Sequence[PreflightCheck] = (
@@ -78,7 +80,20 @@ def notes(config: RunConfig) -> list[str]:
             f"{actor.policy_loss.type} does not, and neither does verl with any loss_agg_mode; leave the key "
             "out for seq-mean-token-mean"
         )
-    return words
+    return words + _uncompared(config)
+
+
+def _uncompared(config: RunConfig) -> list[str]:
+    """Returns a note for each engine in which log-probs of the model's family were not compared."""
+    folder = Path(config.model.path)
+    kind, name = config_tree(folder).get("model_type"), family_in(folder).name or "this model"
+    engines = [engine_facts(engine) for engine in config.rollout.engine_names]
+    return [
+        f"log-probs of {name} from {engine.title} were never compared with the learner's: watch "
+        "rollout/mismatch_kl in the first steps"
+        for engine in engines
+        if kind and engine.compared is not None and kind not in engine.compared
+    ]
 
 
 def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:

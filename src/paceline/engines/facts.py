@@ -37,6 +37,8 @@ class EngineFacts:
         begin: a `def begin() -> None` to call while the process has no threads; "" for none.
         score: a `def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float` that compares the
             engine's log-probs on a CPU with given ones; "" if the engine cannot.
+        compared: values of `model_type` whose log-probs were compared with transformers' on a GPU and equal
+            them; None if there is no need to tell.
         process_word: word in the command line that identifies the engine's process among a server's children;
             "" if the engine runs in the server's own process.
         cache_argument: the argument of `rollout.engine_kwargs` that fixes the KV cache's bytes; "" if there
@@ -55,6 +57,7 @@ class EngineFacts:
     check: str
     begin: str = ""
     score: str = ""
+    compared: tuple[str, ...] | None = None
     process_word: str = ""
     cache_argument: str = ""
     prefill_tokens: int = 8192

@@ -12,5 +12,9 @@ SGLANG: Final = EngineFacts(
     gpu_build="sglang",
     start="paceline.rollout.engines.sglang.engine:SglangEngine.start",
     check="paceline.rollout.engines.sglang.refusals:check",
+    compared=(
+        *("arcee", "cohere", "ernie4_5", "gemma", "glm4", "granite", "helium", "llama", "mistral", "mixtral"),
+        *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+    ),
     process_word="sglang::scheduler",
 )

@@ -339,6 +339,18 @@ def test_strings_for_an_instruct_model_get_a_note(
         assert notes(load(RunConfig, "run.yaml", [meant])) == []
 
 
+def test_a_family_whose_log_probs_were_not_compared_in_an_engine_gets_a_note(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "model" / "config.json").write_text('{"model_type": "phi"}')
+    assert notes(load(RunConfig, "run.yaml")) == []  # vLLM
+    (note,) = notes(load(RunConfig, "run.yaml", ["rollout.name=sglang"]))
+    assert note.startswith("log-probs of Phi-1, Phi-2 from SGLang were never compared")
+    (project / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    assert notes(load(RunConfig, "run.yaml", ["rollout.name=sglang"])) == []
+
+
 @pytest.mark.parametrize(
     "loss", ["ppo_clip", "gpg", "cispo", "kl_cov", "clip_cov", "gspo", "geo_mean", "sapo"]
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.models.facts import config_tree, family_in
+from paceline.models.facts import config_tree, family_in, family_of
 from paceline.rollout.engines import argument_rules as rules
 
 OWN: Final[rules.Refusals] = {
@@ -128,11 +129,14 @@ ALLOWED: Final[rules.Allowed] = {
 }
 """Refused, except for these values"""
 
-WINDOWED: Final = (
-    *("cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text"),
-    *("gpt_oss", "ministral3", "olmo3"),
-)
-"""Values of `model_type` whose sliding windows SGLang computes; its other models attend to all tokens."""
+UNSUITED: Final = {
+    "cohere2": "whose sliding windows SGLang's attention does not prepare",
+    "gemma4_text": "whose sizes of heads SGLang reads only for models with images",
+    "glm": "whose matrices SGLang, without a model of its own for them, cannot split",
+    "olmo3": "whose rotary parameters SGLang does not keep from config.json",
+}
+"""Values of `model_type` that SGLang 0.5.16 does not start with, and why"""
+_STATES: Final = "whose layers have a state for each sequence"
 
 
 def check(config: RunConfig) -> None:
@@ -149,7 +153,8 @@ def check(config: RunConfig) -> None:
 
 def _lacking(config: RunConfig) -> list[str]:
     """Names each part of the configuration that needs another engine, and what to change."""
-    rollout, family = config.rollout, family_in(Path(config.model.path))
+    folder = Path(config.model.path)
+    rollout, family, tree = config.rollout, family_in(folder), config_tree(folder)
     other = "or another rollout.name"
     lacking = []
     if rollout.sampler == "engine":
@@ -166,26 +171,27 @@ def _lacking(config: RunConfig) -> list[str]:
         lacking.append(
             f"actor.router_replay, because its choices of experts are not read: leave it out, {other}"
         )
-    if config.data.image_key is not None or family.takes_images:
+    if config.data.image_key is not None or family_of(tree.get("model_type")).takes_images:
         lacking.append(f"prompts with images: leave out data.image_key and take a text model, {other}")
-    window, longest = _ignored_window(Path(config.model.path)), config.engine_model_len
+    window, longest = _window(tree), config.engine_model_len
     if window and window < longest:
         lacking.append(
-            f"the sliding window of {window} tokens, which SGLang's model of this kind leaves out: limit "
-            f"data.max_prompt_length + data.max_response_length, now {longest}, to {window}, {other}"
+            f"the sliding window of {window} tokens, which SGLang leaves out or makes a token too short: "
+            f"limit data.max_prompt_length + data.max_response_length, now {longest}, to {window}, {other}"
         )
-    if family.has_states:
-        lacking.append(
-            f"{family.name or 'this model'}, whose layers have a state for each sequence: take another "
-            f"model, {other}"
-        )
+    why = _STATES if family.has_states else UNSUITED.get(str(tree.get("model_type")))
+    if why:
+        lacking.append(f"{family.name or 'this model'}, {why}: take another model, {other}")
     return lacking
 
 
-def _ignored_window(folder: Path) -> int:
-    """Returns the length of a sliding window that only the learner's model has, in tokens; 0 for none."""
-    tree = config_tree(folder)
-    if tree.get("model_type") in WINDOWED or not tree.get("use_sliding_window", True):
+def _window(tree: Mapping[str, Any]) -> int:
+    """Returns the length in tokens of the sliding windows that the learner's model has; 0 for none.
+
+    Of some models, SGLang 0.5.16 leaves the windows out. Of the others, a drawn token does not see the oldest
+    token of its window with SGLang's Triton kernels (`update_sliding_window_buffer`).
+    """
+    if not tree.get("use_sliding_window", True):
         return 0
     kinds = tree.get("layer_types")
     if kinds and "sliding_attention" not in kinds:
