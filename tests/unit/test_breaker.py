@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from paceline.reward.remote import breaker
-from paceline.reward.remote.breaker import Breaker, BreakerState
+from paceline.reward.outside import breaker
+from paceline.reward.outside.breaker import Breaker, BreakerState
 
 
 @pytest.fixture(autouse=True)

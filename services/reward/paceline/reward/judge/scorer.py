@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 
 from paceline.config.reward import JudgeConfig
-from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
 from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
+from paceline.reward.outside.openai_server import OpenAIServerOptions, key_from
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import RETRIED_KINDS, Score, answered
 from paceline.reward.scoring.shape import Shape
@@ -55,12 +55,14 @@ class JudgeScorer:
         config = self._config
         self._client = JudgeClient(
             JudgeOptions(
-                address=config.address,
+                server=OpenAIServerOptions(
+                    address=config.address,
+                    key=key_from(config.key_env, f"the judge {config.name!r}"),
+                    timeout_s=config.timeout_s,
+                ),
                 model=config.model,
-                key=_key(config),
                 max_tokens=config.max_tokens,
                 temperature=config.temperature,
-                timeout_s=config.timeout_s,
             )
         )
 
@@ -109,15 +111,3 @@ class JudgeScorer:
         self._next_at += self._interval_s
         if at > now:
             await self._wait(at - now)
-
-
-def _key(config: JudgeConfig) -> str:
-    if config.key_env is None:
-        return ""
-    key = os.environ.get(config.key_env, "")
-    if not key:
-        raise ConfigError(
-            f"the judge {config.name!r} takes its key from {config.key_env}, which is not set in the reward "
-            "service's environment: set it there, or leave key_env out"
-        )
-    return key

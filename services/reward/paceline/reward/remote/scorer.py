@@ -24,7 +24,7 @@ from paceline.core.errors import (
     RewardErrorKind,
 )
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.reward.remote.breaker import Breaker
+from paceline.reward.outside.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.remote.handshake import Handshake
 from paceline.reward.remote.merging import CallRequest, Merger, Results
