@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.algorithms.checks import require_range, require_same_shape
+from paceline.algorithms.policy_losses.top_k import TopK
 from paceline.algorithms.statistics import full_precision, keep, masked_mean
 
 LOG_RATIO_BOUND = 20.0
@@ -21,7 +22,7 @@ LOG_RATIO_BOUND = 20.0
 class LossInputs:
     """The inputs of a policy loss: a micro-batch of B complete sequences and T response positions.
 
-    Only `log_probs` is differentiated. Masked entries are undefined.
+    Only `log_probs` and `top_k.policy` are differentiated. Masked entries are undefined.
 
     Attributes:
         log_probs: (B, T), the policy's log-probs, with their graph.
@@ -34,6 +35,8 @@ class LossInputs:
         values: (B, T), the critic's values before the step's first update; None without a critic.
         selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None
             unless `actor.policy_loss` is a covariance loss.
+        top_k: what policy and served teacher say about the teacher's likeliest tokens; None without
+            `algorithm.teacher`.
     """
 
     log_probs: Tensor
@@ -44,6 +47,7 @@ class LossInputs:
     group_ids: Tensor | None = None
     values: Tensor | None = None
     selected: Tensor | None = None
+    top_k: TopK | None = None
 
     @property
     def old_log_probs(self) -> Tensor:

@@ -70,24 +70,75 @@ def chunked_log_probs(
     Returns:
         As `token_log_probs`, shape (...).
     """
-    require_range("chunk_size", chunk_size, at_least=1)
-    if hidden.shape[-1] != lm_head_weight.shape[-1]:
+    log_probs, entropy, _ = _chunked(
+        hidden, lm_head_weight, targets, temperature, chunk_size, with_entropy, bias, softcap, None
+    )
+    return log_probs, entropy if with_entropy else None
+
+
+def chunked_top_k(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    targets: Tensor,
+    top_ids: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `chunked_log_probs` with entropies, and the log-probs of K more tokens per row.
+
+    Args:
+        hidden, lm_head_weight, targets, temperature, chunk_size, bias, softcap: as in `chunked_log_probs`.
+        top_ids: (..., K) int64, distinct tokens of each row.
+
+    Returns:
+        log_probs (...), entropy (...), and (..., K + 1): log-probs of the K tokens and, last, of all others
+        together. Gradients flow through all three.
+    """
+    if top_ids.shape[:-1] != targets.shape:
         raise NumericsError(
-            f"hidden states of size {hidden.shape[-1]} do not fit a head of size {lm_head_weight.shape[-1]}"
+            f"top_ids of shape {tuple(top_ids.shape)} do not fit targets of shape {tuple(targets.shape)}"
+        )
+    return _chunked(hidden, lm_head_weight, targets, temperature, chunk_size, True, bias, softcap, top_ids)
+
+
+def _chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    with_entropy: bool,
+    bias: Tensor | None,
+    softcap: float | None,
+    top_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns log-probs, entropies and `top_k`; what was not asked for is empty."""
+    require_range("chunk_size", chunk_size, at_least=1)
+    if hidden.shape[-1] != weight.shape[-1]:
+        raise NumericsError(
+            f"hidden states of size {hidden.shape[-1]} do not fit a head of size {weight.shape[-1]}"
         )
     _check(hidden, targets, temperature)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        rows,
-        lm_head_weight,
+    log_probs, entropy, top_k = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
         bias,
         targets.reshape(-1),
+        None if top_ids is None else top_ids.reshape(-1, top_ids.shape[-1]),
         float(temperature),
         int(chunk_size),
         with_entropy,
         softcap,
     )
-    return log_probs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
+    shape = targets.shape
+    return (
+        log_probs.view(shape),
+        entropy.view(shape) if with_entropy else entropy,
+        top_k if top_ids is None else top_k.view(*shape, -1),
+    )
 
 
 def bounded(logits: Tensor, softcap: float | None) -> Tensor:
@@ -120,34 +171,37 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        top_ids: Tensor | None,
         temperature: float,
         chunk_size: int,
         with_entropy: bool,
         softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
-        for rows, wanted in zip(
-            torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
-        ):
-            logits = _logits(rows, weight, bias, softcap)
-            parts.append(logits_rows.score(logits, wanted, temperature, with_entropy))
+        for start in range(0, max(1, len(targets)), chunk_size):
+            part = slice(start, start + chunk_size)
+            logits = _logits(hidden[part], weight, bias, softcap)
+            ids = None if top_ids is None else top_ids[part]
+            parts.append(logits_rows.score(logits, targets[part], temperature, with_entropy, ids))
         ctx.logits = logits if len(parts) == 1 and logits_rows.leaves_logits(logits) else None
         log_probs = torch.cat([part.log_probs for part in parts])
         log_norms = torch.cat([part.log_norms for part in parts])
         entropies = [part.entropy for part in parts if part.entropy is not None]
         entropy = torch.cat(entropies) if entropies else log_probs.new_empty(0)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_probs, log_norms, entropy)
+        tops = [part.top_k for part in parts if part.top_k is not None]
+        top_k = torch.cat(tops) if tops else log_probs.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_probs, log_norms, entropy, top_ids, top_k)
         ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
         ctx.softcap = softcap
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs, entropy, top_k
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, grad_top_k: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_probs, log_norms, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, log_probs, log_norms, entropy, top_ids, top_k = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Chunks add up in at least float32: hundreds of bf16 additions would lose the small ones.
@@ -169,9 +223,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     log_probs=log_probs[part],
                     log_norms=log_norms[part],
                     entropy=entropy[part] if ctx.with_entropy else None,
+                    top_k=None if top_ids is None else top_k[part],
                 ),
                 None if grad_log_probs is None else grad_log_probs[part],
                 grad_entropy[part] if ctx.with_entropy and grad_entropy is not None else None,
+                None
+                if top_ids is None or grad_top_k is None
+                else logits_rows.TopKGradient(ids=top_ids[part], gradient=grad_top_k[part]),
             )
             if slope is not None:
                 grad = grad.mul_(slope)
@@ -187,7 +245,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(weight.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

@@ -3,15 +3,19 @@
 On CUDA each of the two functions is one Triton kernel that reads the logits once, in the type of the head's
 product; elsewhere it is plain torch. Logits are (n, V), everything else is (n,), in float32 (float64 for
 float64 logits).
+
+Rows may also have K distinct tokens each, such as a teacher's likeliest ones. Their log-probs, and that of
+all other tokens together, are (n, K + 1); K logits are gathered and K gradients scattered beside the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from paceline.algorithms.policy_losses.top_k import log_rest
 from paceline.algorithms.statistics import full_precision
 
 # The smallest log-prob is -FLOOR: its probability is exactly 0, and 0 * -inf would be NaN.
@@ -22,11 +26,23 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowScores:
-    """`log_norms` are the logsumexps of logits / temperature; `entropy` is None without `with_entropy`."""
+    """`log_norms` are the logsumexps of logits / temperature; `entropy` is None without `with_entropy`.
+
+    `top_k` are log-probs of chosen tokens and, last, of all others together, (n, K + 1); None without ids.
+    """
 
     log_probs: Tensor
     log_norms: Tensor
     entropy: Tensor | None
+    top_k: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TopKGradient:
+    """The gradient with respect to `RowScores.top_k`, (n, K + 1), of the tokens `ids`, (n, K)."""
+
+    ids: Tensor
+    gradient: Tensor
 
 
 def leaves_logits(logits: Tensor) -> bool:
@@ -34,8 +50,27 @@ def leaves_logits(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype in _KERNEL_TYPES
 
 
-def score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> RowScores:
-    """Returns log-probs of the targets under softmax(logits / temperature); may write into `logits`."""
+def score(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, top_ids: Tensor | None = None
+) -> RowScores:
+    """Returns log-probs of the targets under softmax(logits / temperature); may write into `logits`.
+
+    Args:
+        logits: (n, V).
+        targets: (n,), token ids.
+        temperature: above 0.
+        with_entropy: also compute the entropies.
+        top_ids: (n, K) int64, tokens of each row, for `RowScores.top_k`; None for none.
+    """
+    if top_ids is None:
+        return _score(logits, targets, temperature, with_entropy)
+    chosen = _scaled(logits.gather(-1, top_ids), temperature)
+    scores = _score(logits, targets, temperature, with_entropy)
+    chosen = chosen - scores.log_norms.unsqueeze(-1)
+    return replace(scores, top_k=torch.cat([chosen, log_rest(chosen).unsqueeze(-1)], dim=-1))
+
+
+def _score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> RowScores:
     if leaves_logits(logits):
         from paceline.learner.logits import logits_rows_kernel
 
@@ -58,17 +93,54 @@ def gradient(
     scores: RowScores,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
+    top_k: TopKGradient | None = None,
 ) -> Tensor:
     """Returns the gradient with respect to the logits, (n, V) of their type; may write into `logits`.
 
-    d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature.
+    d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature. For the rest r of the
+    vocabulary, d log p_r / dz_j = [j in r] p_j / p_r - p_j.
 
     Args:
         logits: the scored logits, or recomputed ones that are equal to the bit.
         scores: scores of these rows.
         grad_log_probs: None for zeros.
         grad_entropy: None for zeros; otherwise the scores have an entropy.
+        top_k: the gradient with respect to the scores' `top_k`; None for zeros.
     """
+    if top_k is None:
+        return _gradient(logits, targets, temperature, scores, grad_log_probs, grad_entropy)
+    assert scores.top_k is not None
+    own = torch.zeros_like(scores.log_probs) if grad_log_probs is None else grad_log_probs
+    of_top, of_rest = top_k.gradient[:, :-1], top_k.gradient[:, -1]
+    every = own + top_k.gradient.sum(-1)
+    # The columns of targets and chosen tokens are computed here, and replace those that `_gradient` computes.
+    columns = torch.cat([top_k.ids, targets.unsqueeze(-1)], dim=-1)
+    log_p = _scaled(logits.gather(-1, columns), temperature) - scores.log_norms.unsqueeze(-1)
+    same = top_k.ids == targets.unsqueeze(-1)
+    is_rest = ~same.any(-1)
+    spread = of_rest / scores.top_k[:, -1].exp()
+    factors = torch.cat(
+        [every.unsqueeze(-1).expand_as(same), (every - spread * is_rest).unsqueeze(-1)], dim=-1
+    )
+    direct = torch.cat(
+        [of_top + same * own.unsqueeze(-1), (own + (same * of_top).sum(-1)).unsqueeze(-1)], dim=-1
+    )
+    exact = direct - log_p.exp() * factors
+    if grad_entropy is not None and scores.entropy is not None:
+        inner = log_p.clamp(min=-FLOOR) + scores.entropy.unsqueeze(-1)
+        exact = exact - log_p.exp() * inner * grad_entropy.unsqueeze(-1)
+    grad = _gradient(logits, targets, temperature, scores, every - spread, grad_entropy)
+    return grad.scatter_(-1, columns, exact.div_(temperature).to(grad.dtype))
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    scores: RowScores,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
     if leaves_logits(logits):
         from paceline.learner.logits import logits_rows_kernel
 
