@@ -194,6 +194,7 @@ def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
         "token_rewards",
         "normalized",
         "num_patches",
+        "teacher_digest",
     }
     names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
     name = data.draw(st.sampled_from(names))
@@ -318,6 +319,13 @@ def test_empty_and_torn_arrays_and_masks_out_of_range(trajectory: Trajectory) ->
 @settings(max_examples=3)
 def test_rejections_of_prompt_groups(group: PromptGroup, fields: dict[str, Any], reason: str) -> None:
     assert rejected(group, **fields) == reason
+
+
+@given(header=domain.scored_headers())
+@settings(max_examples=5)
+def test_what_is_no_digest_of_a_teachers_tokens_is_rejected(header: ScoredHeader) -> None:
+    assert rejected(header, teacher_digest="x" * 32) == "out_of_range"
+    assert rejected(header, teacher_digest=b"0" * 32) == "wrong_type"
 
 
 @pytest.mark.parametrize("name", ["normalized", "token_rewards"])

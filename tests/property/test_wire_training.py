@@ -41,6 +41,7 @@ def batch_rows(draw: st.DrawFn) -> BatchRow:
         token_rewards=draw(st.lists(st.tuples(st.just(0), domain.finite), max_size=2).map(tuple)),
         num_patches=draw(st.integers(0, 2**31 - 1)),
         num_greedy_tokens=draw(st.integers(0, 2**31 - 1)),
+        teacher_digest=draw(st.just("") | domain.blob_digests),
     )
 
 
@@ -146,6 +147,7 @@ def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:
         ({"num_greedy_tokens": -1}, "out_of_range"),
         ({"blob_digest": ""}, "out_of_range"),
         ({"blob_digest": "0123456789ABCDEF" * 2}, "out_of_range"),
+        ({"teacher_digest": "0123456789ABCDEF" * 2}, "out_of_range"),
         ({"reward": float("nan")}, "not_finite"),
         ({"reward": float("inf")}, "not_finite"),
         ({"greedy_score": float("nan")}, "not_finite"),

@@ -193,6 +193,7 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         token_rewards=draw(st.lists(st.tuples(st.just(0), finite), max_size=2).map(tuple)),
         normalized=draw(st.lists(st.tuples(names, finite, finite), max_size=2).map(tuple)),
         num_patches=draw(num_tokens),
+        teacher_digest=draw(st.just("") | blob_digests),
     )
 
 

@@ -114,6 +114,15 @@ async def test_the_learners_log_probs_are_read_and_cleaned_up() -> None:
     assert await mailboxes.learner_log_probs([header, cut]) == [None, None]
 
 
+async def test_a_teachers_tokens_are_cleaned_up_with_the_sample() -> None:
+    broker, header = MemoryBroker(), replace(scored(0), teacher_digest="ab" * 16)
+    mailboxes = await opened(broker, own_server=True)
+    key = names.teacher_top_k(header.blob_key, header.teacher_digest)
+    await broker.put_blob(key, b"tokens")
+    await mailboxes.clean_up(version=3, position="0-0", blob_keys=blob_keys(header))
+    assert await broker.get_blobs([key]) == [None]
+
+
 async def test_a_text_that_was_stored_and_is_gone_is_lost_data_for_who_needs_it() -> None:
     broker = MemoryBroker()
     mailboxes = await opened(broker, own_server=True)

@@ -303,6 +303,28 @@ async def test_parts_of_rewards_on_tokens_reach_the_rows_and_the_record(tmp_path
         assert it.breaches() == []
 
 
+async def test_a_teachers_digests_reach_the_rows_and_the_record(tmp_path: Path) -> None:
+    """The batch's digest is over them, so another one in the journal is a breach."""
+
+    def answer(group: Any, index: int) -> dict[str, Any]:
+        return {"reward": 1.0, "reward_error": None, "teacher_digest": f"{group.prompt_id:016x}{index:016x}"}
+
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        await it.go(answer)
+        (order,) = it.services.orders
+        rows = {row.trajectory_id: row.teacher_digest for row in order.rows}
+        assert rows == {key: f"{key.prompt_id:016x}{key.sample_index:016x}" for key in rows}
+        plain = tuple(replace(row, teacher_digest="") for row in order.rows)
+        assert replace(order, rows=plain).digest != order.digest
+        assert it.breaches() == []
+        journal = it.folder / "events.jsonl"
+        digest = order.rows[0].teacher_digest
+        journal.write_text(journal.read_text().replace(digest, "f" * 32))
+        (breach,) = it.breaches()
+        assert "batch" in breach
+
+
 async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path: Path) -> None:
     def answer(group: Any, index: int) -> dict[str, Any]:
         greedy = group.purpose == Purpose.GREEDY

@@ -61,6 +61,14 @@ def text(blob_key: str) -> str:
     return f"{blob_key}:text"
 
 
+def teacher_top_k(blob_key: str, digest: str) -> str:
+    """Names a served teacher's likeliest tokens for the sample with this blob.
+
+    With their digest, because a teacher that is asked again gives other numbers.
+    """
+    return f"{blob_key}:teacher:{digest}"
+
+
 def learner_log_probs(blob_key: str) -> str:
     """Names the learner's log-probs of the sample with this blob, for the saved trajectories."""
     return f"{blob_key}:learner"

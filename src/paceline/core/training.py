@@ -26,6 +26,7 @@ class BatchRow:
         token_rewards: (position, part) for parts of the reward that belong to tokens before the last.
         num_patches: number of patches of the prompt's images.
         num_greedy_tokens: tokens that the policy sampled for the greedy answer; 0 without one.
+        teacher_digest: digest of the blob with the served teacher's likeliest tokens; "" without a teacher.
     """
 
     trajectory_id: TrajectoryId
@@ -39,10 +40,11 @@ class BatchRow:
     token_rewards: tuple[tuple[int, float], ...] = ()
     num_patches: int = 0
     num_greedy_tokens: int = 0
+    teacher_digest: str = ""
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
-    """Identifies a batch: BLAKE2b of the policy and of each row's trajectory, blob digest and scores.
+    """Identifies a batch: BLAKE2b of the policy and of each row's trajectory, blob digests and scores.
 
     Returns:
         32 hexadecimal digits; equal for batches that train alike, even if the keys of their blobs differ.
@@ -52,6 +54,7 @@ def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
         greedy_score = None if row.greedy_score is None else float(row.greedy_score)
         fields = [str(row.trajectory_id), row.blob_digest, repr(float(row.reward)), repr(greedy_score)]
         fields += [f"{position}:{float(part)!r}" for position, part in row.token_rewards]
+        fields += [f"teacher:{row.teacher_digest}"] if row.teacher_digest else []
         digest.update("\t".join(fields).encode() + b"\n")
     return digest.hexdigest()
 

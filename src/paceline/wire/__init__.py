@@ -22,6 +22,7 @@ from paceline.wire.mailbox.messages import (
     encode_trajectory,
 )
 from paceline.wire.mailbox.progress import decode_progress, encode_progress
+from paceline.wire.mailbox.teacher import decode_teacher, encode_teacher
 
 __all__ = [
     "LIMITS",
@@ -30,6 +31,7 @@ __all__ = [
     "decode_progress",
     "decode_prompt_group",
     "decode_scored",
+    "decode_teacher",
     "decode_trajectory",
     "decode_trajectory_header",
     "decode_trajectory_headers",
@@ -38,6 +40,7 @@ __all__ = [
     "encode_progress",
     "encode_prompt_group",
     "encode_scored_header",
+    "encode_teacher",
     "encode_trajectory",
     "encode_trajectory_group",
     "encode_trajectory_header",

@@ -264,8 +264,10 @@ class Fields:
             self.reject(problem[0], f"{name}: {problem[1]}")
         return value
 
-    def array(self, name: str, dtype: str, *, min_items: int) -> npt.NDArray[Any]:
-        """Reads a packed little-endian array of shape (n,), n >= min_items, copied to native byte order."""
+    def array(
+        self, name: str, dtype: str, *, min_items: int, max_items: int = LIMITS.max_tokens
+    ) -> npt.NDArray[Any]:
+        """Reads a packed little-endian array (n,) within these limits, copied to native byte order."""
         value = self._get(name)
         if type(value) is not bytes:
             self._wrong_type(name, value, "bytes")
@@ -273,17 +275,17 @@ class Fields:
         num_items, rest = divmod(len(value), packed.itemsize)
         if rest:
             self.reject("unequal_lengths", f"{name} has {len(value)} bytes, no multiple of {packed.itemsize}")
-        if num_items > LIMITS.max_tokens:
-            self.reject(
-                "too_large", f"{name} has {num_items} items, at most {LIMITS.max_tokens} are accepted"
-            )
+        if num_items > max_items:
+            self.reject("too_large", f"{name} has {num_items} items, at most {max_items} are accepted")
         if num_items < min_items:
             self.reject("out_of_range", f"{name} has {num_items} items, at least {min_items} are needed")
         return np.frombuffer(value, dtype=packed).astype(native)
 
-    def token_ids(self, name: str, vocab_size: int | None) -> npt.NDArray[np.int32]:
-        """Reads token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` if given."""
-        ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1)
+    def token_ids(
+        self, name: str, vocab_size: int | None, *, max_items: int = LIMITS.max_tokens
+    ) -> npt.NDArray[np.int32]:
+        """Reads token ids (n,), 1 <= n <= max_items, all in [0, 2**31) and below `vocab_size` if given."""
+        ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1, max_items=max_items)
         # Read as unsigned, a negative id exceeds every allowed id, so one pass checks both bounds.
         limit = 2**31 if vocab_size is None else vocab_size
         largest = int(np.maximum.reduce(ids.view(np.uint32)))

@@ -146,11 +146,11 @@ def read_context(fields: Fields) -> RewardContext:
     )
 
 
-def read_blob_digest(fields: Fields) -> str:
-    """Reads the field `blob_digest` as text."""
-    digest = fields.name("blob_digest")
+def read_blob_digest(fields: Fields, name: str = "blob_digest") -> str:
+    """Reads the digest of a blob as text."""
+    digest = fields.name(name)
     if not BLOB_DIGEST.fullmatch(digest):
-        fields.reject("out_of_range", f"blob_digest {digest[:40]!r}, wanted 32 lower-case hexadecimal digits")
+        fields.reject("out_of_range", f"{name} {digest[:40]!r}, wanted 32 lower-case hexadecimal digits")
     return digest
 
 

@@ -23,7 +23,8 @@ sampling {step, number, policy, prompts, samples, digest}   a dataflow's further
                                              begins; `digest` covers all that it asks for, to the token
 waiting {step}                               a script has not said for a minute what to do
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
-                                             error; token_rewards, normalized: parts of the reward
+                                             error; token_rewards, normalized: parts of the reward;
+                                             teacher: digest of a served teacher's tokens
 refusal {step, prompt, reason, message, server}   a server gives up a prompt group
 refill, group_dropped, batch_short           why a prompt of the step is not trained
 batch {step, policy, digest, num_rows, rows?}   the batch is complete; `digest` is that of its rows; `rows`

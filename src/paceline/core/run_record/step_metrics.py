@@ -87,6 +87,11 @@ STEP_METRICS: Mapping[str, str] = {
     "actor/router_replay_missing": (
         "actor.router_replay: share of response tokens without choices of the engine; the learner chose."
     ),
+    "actor/teacher_top_k_mass": (
+        "distill: probability that the teacher gives to its likeliest tokens (algorithm.teacher.top_k), mean "
+        "over response tokens."
+    ),
+    "actor/policy_top_k_mass": "distill: probability that the policy gives to the same tokens.",
     "actor/NAME": "A custom policy loss's own metric.",
     "actor/entropy": "Entropy of the policy in nats per response token.",
     "actor/grad_norm": "Gradient norm before clipping, mean over mini-batches.",

@@ -220,6 +220,7 @@ class ScoredHeader(SampleHeader):
     `text_key` names the blob with the response's text in UTF-8; "" if none was stored. `token_rewards` are
     (position, part): parts of the reward that belong to response tokens before the last. `normalized` are the
     parts of `reward` that are normalised over the batch (`paceline.core.samples.normalizing`).
+    `teacher_digest` is the digest of the blob with a served teacher's likeliest tokens; "" if none was asked.
     """
 
     generation_s: float
@@ -231,6 +232,7 @@ class ScoredHeader(SampleHeader):
     text_key: str = ""
     token_rewards: tuple[tuple[int, float], ...] = ()
     normalized: tuple[Part, ...] = ()
+    teacher_digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

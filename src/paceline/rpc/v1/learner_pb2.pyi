@@ -309,6 +309,7 @@ class BatchRow(_message.Message):
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     NUM_PATCHES_FIELD_NUMBER: _builtins.int
     NUM_GREEDY_TOKENS_FIELD_NUMBER: _builtins.int
+    TEACHER_DIGEST_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     blob_key: _builtins.str
     reward: _builtins.float
@@ -324,6 +325,8 @@ class BatchRow(_message.Message):
     """of the prompt's images"""
     num_greedy_tokens: _builtins.int
     """tokens of the greedy answer sampled by the policy; 0 without one"""
+    teacher_digest: _builtins.str
+    """hexadecimal, of the blob with the served teacher's tokens; "" without"""
     @_builtins.property
     def token_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenReward]:
         """parts of `reward` on tokens before the last"""
@@ -342,10 +345,11 @@ class BatchRow(_message.Message):
         token_rewards: _abc.Iterable[Global___TokenReward] | None = ...,
         num_patches: _builtins.int = ...,
         num_greedy_tokens: _builtins.int = ...,
+        teacher_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "greedy_score", b"greedy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_greedy_tokens", b"num_greedy_tokens", "num_patches", b"num_patches", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "num_sampled_tokens", b"num_sampled_tokens", "reward", b"reward", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_greedy_tokens", b"num_greedy_tokens", "num_patches", b"num_patches", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "num_sampled_tokens", b"num_sampled_tokens", "reward", b"reward", "teacher_digest", b"teacher_digest", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_score: _TypeAlias = _typing.Literal["greedy_score"]  # noqa: Y015
     _WhichOneofArgType__greedy_score: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score"]  # noqa: Y015

@@ -119,10 +119,11 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         ) from error
     if not message.blob_key:
         reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
-    if not BLOB_DIGEST.fullmatch(message.blob_digest):
-        reject(
-            "BatchRow", "out_of_range", f"{trajectory_id} has the blob_digest {message.blob_digest[:40]!r}"
-        )
+    digests = {"blob_digest": message.blob_digest, "teacher_digest": message.teacher_digest}
+    for name, digest in digests.items():
+        is_left_out = name == "teacher_digest" and not digest
+        if not is_left_out and not BLOB_DIGEST.fullmatch(digest):
+            reject("BatchRow", "out_of_range", f"{trajectory_id} has the {name} {digest[:40]!r}")
     if not math.isfinite(message.reward):
         reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
     greedy_score = message.greedy_score if message.HasField("greedy_score") else None

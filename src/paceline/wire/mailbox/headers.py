@@ -156,6 +156,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "episode": pack_episode(header.episode),
             "token_rewards": [list(pair) for pair in header.token_rewards] or None,
             "normalized": [list(part) for part in header.normalized] or None,
+            "teacher_digest": header.teacher_digest or None,
             "num_patches": header.num_patches or None,
         },
     )
@@ -249,6 +250,7 @@ def _read_scored_header(fields: Fields) -> ScoredHeader:
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
         token_rewards=_read_token_rewards(fields),
         normalized=_read_normalized(fields),
+        teacher_digest="" if fields.missing("teacher_digest") else read_blob_digest(fields, "teacher_digest"),
     )
 
 

@@ -446,6 +446,8 @@ def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
         fate["token_rewards"] = [list(pair) for pair in header.token_rewards]
     if header.normalized:
         fate["normalized"] = [list(part) for part in header.normalized]
+    if header.teacher_digest:
+        fate["teacher"] = header.teacher_digest
     if header.reward_error is not None:
         fate["error"] = ": ".join(header.reward_error)
     return fate

@@ -178,8 +178,11 @@ def _log_probs(blob: bytes | None, header: ScoredHeader) -> Float32Array | None:
 
 
 def blob_keys(header: ScoredHeader) -> list[str]:
-    """Returns the keys of the blobs that a sample may have: its arrays, its text, the learner's log-probs."""
+    """Returns the keys of the blobs that a sample may have: its arrays, its text, a teacher's tokens, the
+    learner's log-probs."""
     if not header.blob_key:
         return []
-    keys = (header.blob_key, header.text_key, names.learner_log_probs(header.blob_key))
+    keys = [header.blob_key, header.text_key, names.learner_log_probs(header.blob_key)]
+    if header.teacher_digest:
+        keys.append(names.teacher_top_k(header.blob_key, header.teacher_digest))
     return [key for key in keys if key]

@@ -165,4 +165,5 @@ def _row(header: ScoredHeader, baseline: float | None, num_baseline_tokens: int)
         token_rewards=header.token_rewards,
         num_patches=header.num_patches,
         num_greedy_tokens=num_baseline_tokens,
+        teacher_digest=header.teacher_digest,
     )

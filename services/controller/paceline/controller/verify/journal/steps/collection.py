@@ -215,6 +215,7 @@ def trained_row(key: TrajectoryId, entry: JournalEntry, reward: float, baseline:
         num_sampled_tokens=1,
         greedy_score=baseline,
         token_rewards=tuple((int(at), float(part)) for at, part in entry.get("token_rewards") or ()),
+        teacher_digest=str(entry.get("teacher") or ""),
     )
 
 
