@@ -17,6 +17,14 @@ ALLOWED = {
     "src/paceline/config/reward.py": "the engines of a reward model: a key that users write",
     "services/reward/paceline/reward/models/__main__.py": "the table of the engines of reward models",
     "services/reward/paceline/reward/models/pooling.py": "a reward model in vLLM: its room there",
+    **dict.fromkeys(
+        (
+            "services/reward/paceline/reward/teacher/answer.py",
+            "services/reward/paceline/reward/teacher/client.py",
+            "src/paceline/config/training/teacher.py",
+        ),
+        "a teacher is a server that the user starts, and its protocol is vLLM's",
+    ),
     **{
         f"src/paceline/cli/convert/trl/{name}.py": "TRL's own names of its keys"
         for name in ("losses", "rest", "table")

@@ -20,7 +20,7 @@ from paceline.algorithms import advantages, policy_losses
 from paceline.algorithms import rollout_correction as correction
 from paceline.algorithms.aggregation import MODES, aggregate
 from paceline.algorithms.kl import kl_estimate, token_rewards
-from paceline.algorithms.policy_losses import LossInputs, highest_covariance
+from paceline.algorithms.policy_losses import LossInputs, TopK, highest_covariance
 from paceline.algorithms.rows import SampleRows
 from paceline.algorithms.statistics import ALL_ROWS, RowShard, masked_mean
 from paceline.algorithms.value_losses import clipped_value_loss
@@ -111,10 +111,18 @@ def policy_loss(
         advantages=batch.advantages,
         mask=batch.mask,
         selected=selected,
+        top_k=TopK(policy=outcomes(log_probs, batch.mask), teacher=outcomes(batch.old_log_probs, batch.mask)),
     )
     loss, metrics = getattr(policy_losses, name)(inputs, **arguments(name))
     total = aggregate(loss, batch.mask, mode, constant=CONSTANT, **denominators)
     return total.detach(), torch.autograd.grad(total, log_probs)[0], metrics
+
+
+def outcomes(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs of two outcomes, (B, T, 2), NaN under the mask."""
+    logits = torch.where(mask, log_probs, 0.0)
+    table = torch.stack([logits, -logits], dim=-1).log_softmax(-1)
+    return torch.where(mask.unsqueeze(-1), table, torch.nan)
 
 
 def arguments(name: str) -> dict[str, float]:

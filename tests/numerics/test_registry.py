@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -31,7 +32,7 @@ POLICY_LOSSES = sorted(OPTIONS_OF_LOSSES.keys() - {"custom"})
 
 def test_every_loss_has_its_options_and_every_option_its_loss():
     """What docs/where-to-change-what.md asks for: a function and an options model of one name."""
-    functions = set(policy_losses.__all__) - {"LossInputs", "LossOutputs", "highest_covariance"}
+    functions = set(policy_losses.__all__) - {"LossInputs", "LossOutputs", "TopK", "highest_covariance"}
     assert functions == set(POLICY_LOSSES)
 
 
@@ -41,16 +42,19 @@ def test_a_loss_takes_the_arguments_of_its_options_and_reports_ppo_kl(name):
     arguments = ActorConfig(policy_loss=name, clip_ratio=clip).loss_arguments
     function = getattr(policy_losses, name)
     assert arguments.keys() == inspect.signature(function).parameters.keys() - {"inputs"}
-    ones = torch.ones(1, 2)
+    ones, table = torch.ones(1, 2), torch.full((1, 2, 4), 0.25).log()
     inputs = policy_losses.LossInputs(
-        log_probs=-ones, log_probs_of={"old": -ones}, advantages=ones, mask=ones, selected=ones.bool()
+        log_probs=-ones,
+        log_probs_of={"old": -ones},
+        advantages=ones,
+        mask=ones,
+        selected=ones.bool(),
+        top_k=policy_losses.TopK(policy=table, teacher=table),
     )
     metrics = function(inputs, **arguments).metrics
     assert "ppo_kl" in metrics
     assert own.RESERVED_METRICS.isdisjoint(metrics)
-    none = policy_losses.LossInputs(
-        log_probs=-ones, log_probs_of={"old": -ones}, advantages=ones, mask=ones, selected=~ones.bool()
-    )
+    none = replace(inputs, selected=~ones.bool())
     reads_selected = metrics.get("cov_frac", 0.0) != function(none, **arguments).metrics.get("cov_frac", 0.0)
     assert reads_selected == issubclass(OPTIONS_OF_LOSSES[name], CovarianceLoss)
 

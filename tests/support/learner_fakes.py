@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from paceline.broker import names
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.expert_choices import ChoiceArray, ExpertChoices
+from paceline.core.samples.teacher_top_k import TeacherTopK
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.core.training import BatchRow
-from paceline.wire import blob_digest, encode_trajectory
+from paceline.wire import blob_digest, encode_teacher, encode_trajectory
 
 VOCAB_SIZE = 48
 Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -104,11 +106,13 @@ def make_batch(
     with_greedy: bool = False,
     sampler: Sampler | None = None,
     choices: tuple[int, int, int] | None = None,
+    teacher: int = 0,
 ) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
     """Rows in batch order and their blobs by key, drawn from the seed; greedy answers from the prompt id.
 
     `sampler` gives the response's log-probs; without it they are drawn, too. With `choices`, tokens but the
-    last have drawn experts: (layers, experts, experts per token).
+    last have drawn experts: (layers, experts, experts per token). With `teacher`, response tokens have
+    so many likeliest ones of a teacher that is drawn, too.
     """
     rng = np.random.default_rng([seed, step])
     rows, blobs = [], {}
@@ -130,7 +134,12 @@ def make_batch(
                 drawn = draw_choices(seed_of, len(prompt) + length, *choices)
                 trajectory = dataclasses.replace(trajectory, expert_choices=ExpertChoices.of(drawn))
             key = f"blob:{trajectory.trajectory_id}"
-            blobs[key] = encode_trajectory(trajectory)
+            blobs[key], digest = encode_trajectory(trajectory), ""
+            if teacher:
+                top_k = draw_top_k([seed, step, prompt_id, sample], length, teacher)
+                taught = encode_teacher(top_k, of=blob_digest(blobs[key]))
+                digest = blob_digest(taught)
+                blobs[names.teacher_top_k(key, digest)] = taught
             rows.append(
                 BatchRow(
                     trajectory_id=trajectory.trajectory_id,
@@ -142,9 +151,18 @@ def make_batch(
                     num_sampled_tokens=length,
                     greedy_score=prompt_id / 4 if with_greedy else None,
                     num_greedy_tokens=8 - prompt_id % 8 if with_greedy else 0,
+                    teacher_digest=digest,
                 )
             )
     return tuple(rows), blobs
+
+
+def draw_top_k(seed: Sequence[int], num_tokens: int, top_k: int) -> TeacherTopK:
+    """The likeliest tokens of a teacher with drawn logits."""
+    logits = 2.0 * np.random.default_rng(seed).standard_normal((num_tokens, VOCAB_SIZE))
+    log_probs = (logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)).astype(np.float32)
+    ids = np.argsort(-log_probs, axis=-1)[:, :top_k].astype(np.int32)
+    return TeacherTopK(token_ids=ids, log_probs=np.take_along_axis(log_probs, ids, axis=-1))
 
 
 def draw_choices(

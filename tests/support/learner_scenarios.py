@@ -45,7 +45,12 @@ def take_step(learner: Learner, step: int, **batch: Any) -> TrainResult:
         lambda wanted: attempt(
             learner.ranks,
             lambda: fetch_rows(
-                store, dict(enumerate(rows)), wanted, policy=POLICY, vocab_size=learner.vocab_size
+                store,
+                dict(enumerate(rows)),
+                wanted,
+                policy=POLICY,
+                vocab_size=learner.vocab_size,
+                has_teacher=learner.config.algorithm.teacher is not None,
             ),
         ),
     )

@@ -22,6 +22,7 @@ EVERY_TIME = (
     ("context 2, 2 copies", "adapters"),
     ("context 4, 2 copies", "experts"),
     ("context 2, 2 copies", "replay"),
+    ("context 2, 2 copies", "teacher"),
 )
 """Meshes and variants that `make test` compares with one rank."""
 GRID = (

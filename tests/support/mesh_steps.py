@@ -48,6 +48,13 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "adapters": ("qwen3_moe", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
     "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
     "replay": ("qwen3_moe", {"actor": {"shared_prompts": "on", "router_replay": True, "use_kl_loss": True}}),
+    "teacher": (
+        "qwen2",
+        {
+            "algorithm": {"teacher": {"address": "http://nowhere/v1", "model": "big", "top_k": 5}},
+            "actor": {"shared_prompts": "on", "policy_loss": {"type": "distill", "kl": "jsd"}},
+        },
+    ),
     "images": (
         IMAGES_KIND,
         {
@@ -137,7 +144,9 @@ def steps(
         take = (
             image_ranks.take_image_step
             if has_images
-            else partial(take_step, num_prompts=NUM_PROMPTS, choices=choices)
+            else partial(
+                take_step, num_prompts=NUM_PROMPTS, choices=choices, teacher=5 * (variant == "teacher")
+            )
         )
         metrics.append(numbers(take(learner, step)))
         if checkpoint and step == 1:

@@ -37,6 +37,7 @@ def finished_sample(
     num_patches: int = 0,
     val_set: str = "",
     purpose: Purpose = Purpose.TRAIN,
+    segment_starts: Sequence[int] = (),
 ) -> Outgoing:
     """The message, its blob included, that a rollout server appends for one sample."""
     trajectory_id = TrajectoryId(
@@ -55,6 +56,7 @@ def finished_sample(
         finish_reason=FinishReason.STOP,
         sampling=SamplingSpec(temperature=1.0, max_tokens=16),
         seed=7,
+        segment_starts=tuple(segment_starts),
     )
     blob = encode_trajectory(trajectory)
     key = names.blob(run_id, str(trajectory_id), "rollout-0", "0")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from paceline.broker import names
-from paceline.config.combined.agreements import BYTES_PER_ROW
+from paceline.config.combined.agreements import BYTES_PER_ROW, BYTES_PER_TEACHER_DIGEST
 from paceline.core.errors import (
     CheckpointError,
     DeadlineError,
@@ -89,6 +89,9 @@ def test_an_order_has_at_most_the_bytes_that_a_configuration_is_checked_for() ->
     policy = PolicyTag(version=1_000_000, digest="0" * 16)
     data = order_to_proto(TrainOrder(step=1, policy=policy, rows=(row,) * 1000)).SerializeToString()
     assert 0.9 * BYTES_PER_ROW < len(data) / 1000 <= BYTES_PER_ROW
+    row = replace(row, teacher_digest="f" * 32)
+    with_teacher = order_to_proto(TrainOrder(step=1, policy=policy, rows=(row,) * 1000)).SerializeToString()
+    assert len(with_teacher) - len(data) <= 1000 * BYTES_PER_TEACHER_DIGEST + 100
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ from paceline.checks.service_checks import self_test, with_local_models
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
+from paceline.core.samples.teacher_top_k import TOP_K_BYTES
 from paceline.models.facts import config_tree, family_of
 from paceline.models.model_shape import ModelShape, choice_bytes
 from paceline.storage.demo_inputs import how_to_make
@@ -95,6 +96,7 @@ def model_line(config: RunConfig) -> str:
             f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
         )
     _experts(config, text)
+    _room_for_teacher(config)
     _room_for_adapters(config, tree)
     check_critic_of_images(config)
     architecture = ", ".join(tree.get("architectures") or [str(tree.get("model_type"))])
@@ -120,15 +122,40 @@ def _room_for_choices(config: RunConfig, text: Mapping[str, Any]) -> None:
             "leave it out"
         )
     longest = choice_bytes(text) * config.max_model_len
+    _room_at_broker(
+        config,
+        longest,
+        "actor.router_replay",
+        "choices of experts",
+        "data.max_prompt_length or data.max_response_length",
+    )
+
+
+def _room_for_teacher(config: RunConfig) -> None:
+    """Checks that a teacher's tokens fit into messages and broker."""
+    teacher = config.algorithm.teacher
+    if teacher is not None:
+        longest = TOP_K_BYTES * teacher.top_k * config.data.max_response_length
+        _room_at_broker(
+            config,
+            longest,
+            "algorithm.teacher",
+            "likeliest tokens of the teacher",
+            "top_k or data.max_response_length",
+        )
+
+
+def _room_at_broker(config: RunConfig, longest: int, key: str, what: str, remedy: str) -> None:
+    """Checks that up to `longest` bytes per sample fit into messages and broker."""
     if longest > LIMITS.max_bytes // 2:
         raise ConfigError(
-            f"actor.router_replay: a sample's choices of experts take up to {longest >> 20} MiB, allowed are "
-            f"{LIMITS.max_bytes >> 21}; lower data.max_prompt_length or data.max_response_length"
+            f"{key}: a sample's {what} take up to {longest >> 20} MiB, allowed are "
+            f"{LIMITS.max_bytes >> 21}; lower {remedy}"
         )
     broker, step = config.broker.max_memory_mib, longest * config.data.train_batch_size * config.rollout.n
     if broker is not None and step > broker << 20:
         raise ConfigError(
-            f"actor.router_replay: a step's choices of experts take up to {step >> 20} MiB, more than "
+            f"{key}: a step's {what} take up to {step >> 20} MiB, more than "
             f"broker.max_memory_mib={broker}; raise it"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck, reach
 from paceline.config.run import RunConfig
@@ -55,7 +56,7 @@ def _check_question(prompt_file: str, pattern: str) -> None:
 
 
 def services_line(config: RunConfig) -> str:
-    """Checks that remote scorers listen at their addresses, and checks the prompts of judges."""
+    """Checks that remote scorers and a teacher listen, and checks the prompts of judges."""
     names = []
     for name, reward in config.rewards.items():
         with naming_set(name):
@@ -65,6 +66,16 @@ def services_line(config: RunConfig) -> str:
             key = f"{reward_key(name)}.services.{number}.address"
             reach(key, service.address, f"the reward service {service.name!r}", "start it")
             names.append(f"{service.name} at {service.address}")
+    if (teacher := config.algorithm.teacher) is not None:
+        place = urlsplit(teacher.address)
+        port = place.port or (443 if place.scheme == "https" else 80)
+        reach(
+            "algorithm.teacher.address",
+            f"{place.hostname}:{port}",
+            f"the teacher {teacher.model!r}",
+            "start it",
+        )
+        names.append(f"teacher {teacher.model} at {teacher.address}")
     return ", ".join(names) or "none"
 
 

@@ -145,6 +145,7 @@ class Commands:
                     images=learner.image_spec,
                     newest=newest,
                     replay=replay,
+                    has_teacher=learner.config.algorithm.teacher is not None,
                 ),
             )
 

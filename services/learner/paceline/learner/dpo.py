@@ -208,7 +208,7 @@ class DpoTrainer:
 
     def _row_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns sums of log-probs and numbers of tokens per row of a micro-batch; none for a filler."""
-        log_probs, _ = self._network(batch)
+        log_probs = self._network(batch).log_probs
         sums = batch.table(log_probs).where(batch.mask, 0.0).sum(-1)
         return sums[: len(batch.rows)], batch.mask.sum(-1)[: len(batch.rows)]
 

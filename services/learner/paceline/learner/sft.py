@@ -123,7 +123,7 @@ class SftTrainer:
 
     def _loss(self, batch: MicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch's share of the loss, for the backward pass and as a number."""
-        log_probs, _ = self._network(batch)
+        log_probs = self._network(batch).log_probs
         share = -batch.table(log_probs).where(batch.mask, 0.0).sum() / num_tokens
         return share, share.detach().double().reshape(1)
 

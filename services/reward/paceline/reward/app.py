@@ -17,23 +17,26 @@ import grpc
 
 from paceline.broker import open_broker
 from paceline.config.model import ModelConfig
+from paceline.config.run import RunConfig
 from paceline.core.attached_clients.attachment import Leave
 from paceline.core.members import RewardState
 from paceline.core.user_functions.reward_function import check_extra_keys
 from paceline.data.byte_decoder import fast_decoder
-from paceline.data.prompts import Decoder, load_tokenizer
+from paceline.data.prompts import Tokenizer, load_tokenizer
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.consumer import MAX_ENTRIES, Consumer, ConsumerOptions
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
+from paceline.reward.teacher.policy_tokens import policy_tokens
+from paceline.reward.teacher.teacher import Teacher
 from paceline.reward.val_rewards import RewardBySet
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member.bootstrap import MemberSession
 from paceline.service.member.controller_link import MemberReport, Registration
 from paceline.service.observability import metrics, telemetry
-from paceline.service.threads import in_stoppable_thread
+from paceline.service.threads import in_stoppable_thread, in_thread
 from paceline.storage.models import local_model
 
 _log = logging.getLogger(__name__)
@@ -90,22 +93,24 @@ class RewardApp:
         self._session.context.defer("scorers", scorer.close)
         telemetry.observe(metrics.REWARD_QUEUE, scorer.queues)
         # Importing the tokenizer library or downloading takes seconds, during which heartbeats must continue.
-        loading = asyncio.ensure_future(in_stoppable_thread(functools.partial(_tokenizer, config.model)))
+        loading = asyncio.ensure_future(in_stoppable_thread(functools.partial(_load_tokenizer, config.model)))
         try:
             await scorer.start()
             tokenizer = await loading
         finally:
             loading.cancel()
             await asyncio.wait([loading])
+        teacher = await self._teacher(config, tokenizer)
         broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         self._session.context.defer("broker", broker.close)
         self._consumer = Consumer(
             broker=broker,
             scorer=scorer,
-            tokenizer=tokenizer,
+            tokenizer=await in_thread(fast_decoder, tokenizer),
             options=consumer_options(
                 registration, self._session.options.member_id, self._session.link.incarnation
             ),
+            teacher=teacher,
         )
         self._session.context.defer("attached clients", lambda: self._let_go(scorer.attached))
         servicers.score.scorer, servicers.score.has_groups = scorer, config.scores_groups
@@ -114,6 +119,16 @@ class RewardApp:
         self._session.poke()
         _log.info("serving")
         await self._consumer.run()
+
+    async def _teacher(self, config: RunConfig, tokenizer: Tokenizer) -> Teacher | None:
+        """Returns the run's teacher, compared with the policy if it answers; None if there is none."""
+        if config.algorithm.teacher is None:
+            return None
+        tokens = await in_thread(policy_tokens, tokenizer, config)
+        teacher = Teacher(config.algorithm.teacher, tokens, self._session.notify)
+        self._session.context.defer("teacher", teacher.close)
+        await teacher.start()
+        return teacher
 
     async def _let_go(self, attached: Sequence[AttachedScorer]) -> None:
         is_over = self._session.run_over.is_set()
@@ -158,6 +173,6 @@ def scorer_settings(registration: Registration, member_id: str) -> ScorerSetting
     )
 
 
-def _tokenizer(model: ModelConfig, stopped: Callable[[], bool]) -> Decoder:
+def _load_tokenizer(model: ModelConfig, stopped: Callable[[], bool]) -> Tokenizer:
     model = local_model(model, "reward", stopped=stopped)
-    return fast_decoder(load_tokenizer(model.tokenizer_path or model.path))
+    return load_tokenizer(model.tokenizer_path or model.path)

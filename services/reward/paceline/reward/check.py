@@ -10,12 +10,17 @@ from pathlib import Path
 from paceline.config.load import load
 from paceline.config.reward import RewardConfig
 from paceline.config.run import RunConfig
+from paceline.config.training.teacher import TeacherConfig
 from paceline.config.validation import naming_set
+from paceline.data.prompts import load_tokenizer
 from paceline.reward.functions import registry
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.teacher.policy_tokens import policy_tokens
+from paceline.reward.teacher.teacher import Teacher
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member.check import ServiceChecks, run_check
+from paceline.storage.models import local_model
 
 
 def _scorers(path: str) -> str:
@@ -28,6 +33,8 @@ def _scorers(path: str) -> str:
         with naming_set(name):
             load_functions(reward)
             asyncio.run(_check_services(config, reward))
+    if config.algorithm.teacher is not None:
+        asyncio.run(_check_teacher(config, config.algorithm.teacher))
     functions = sum(len(reward.functions) for reward in config.rewards.values())
     services = sum(len(reward.services) for reward in config.rewards.values())
     return f"{functions} functions and {services} services"
@@ -51,6 +58,16 @@ async def _check_services(config: RunConfig, reward: RewardConfig) -> None:
     )
     checks = [remote.check() for remote in RemoteScorer.services(settings)]
     await asyncio.gather(*checks)
+
+
+async def _check_teacher(config: RunConfig, teacher: TeacherConfig) -> None:
+    """Compares the teacher with the policy, if the teacher answers."""
+    model = local_model(config.model, "reward")
+    asked = Teacher(teacher, policy_tokens(load_tokenizer(model.tokenizer_path or model.path), config))
+    try:
+        await asked.start()
+    finally:
+        await asked.close()
 
 
 CHECKS: ServiceChecks = {"scorers": _scorers}

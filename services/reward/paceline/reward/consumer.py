@@ -1,12 +1,14 @@
 """The reward service's mailbox work: trajectories in, scored headers out.
 
     trajectories mailbox -> blobs -> response texts -> scorer -> scored mailbox -> ack
+                                    token ids      -> teacher -> blobs, if there is one
 
 Delivery is at least once: a batch is acknowledged together with its scored headers, and the barrier drops
-repeats. An item whose scorer timed out, crashed or could not be reached goes back to the mailbox and is
-delivered again, up to reward.max_deliveries times. The samples of a prompt that are scored together are one
-entry: it is delivered, scored and acknowledged as one. Unblocked by: an entry in the mailbox. Deadlines: the
-scorer's per item, the broker's per command.
+repeats. An item whose scorer or teacher timed out, crashed or could not be reached goes back to the mailbox,
+and
+is delivered again, up to reward.max_deliveries times. The samples of a prompt that are scored together are
+one entry: it is delivered, scored and acknowledged as one. Unblocked by: an entry in the mailbox. Deadlines:
+the scorer's and the teacher's per item, the broker's per command.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import logging
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
 from paceline.core.errors import GIVEN_ERRORS, InvalidMessageError, RewardError, RewardErrorKind
-from paceline.core.ids import Purpose
+from paceline.core.ids import NEVER_TRAINED, Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import (
     SampleHeader,
@@ -35,6 +38,7 @@ from paceline.data.prompts import Decoder
 from paceline.reward.placing import TokenRewards, token_rewards
 from paceline.reward.scoring.scorer import Scorer
 from paceline.reward.scoring.scores import Score, failed
+from paceline.reward.teacher.teacher import Teacher
 from paceline.service.observability.telemetry import current_traceparent, span
 from paceline.service.threads import in_thread
 from paceline.wire import (
@@ -44,6 +48,7 @@ from paceline.wire import (
     decode_trajectory_headers,
     encode_group_refusal,
     encode_scored_header,
+    encode_teacher,
     refusal_of,
 )
 from paceline.wire.records import values_of
@@ -89,22 +94,41 @@ class _Texts:
     """The scored text (the policy's last answer), and the text kept for people.
 
     In the record of an episode, text that the policy did not write stands in the brackets U+27E6 and U+27E7.
-    `token_ids` are those of the scored text; the first of them is the response's token `first`.
+    `token_ids` are those of the scored text; the first of them is the response's token `first`. `trajectory`
+    is what the teacher is asked about, with its blob's digest; None if it is not asked.
     """
 
     response: str
     record: str
     token_ids: Sequence[int] = ()
     first: int = 0
+    trajectory: Trajectory | None = None
+    blob_digest: str = ""
+
+
+class _Sample(NamedTuple):
+    """A sample with its score; `text` is the error of one that cannot be read, `teacher` the blob for it."""
+
+    header: TrajectoryHeader
+    text: _Texts | Score
+    score: Score
+    teacher: bytes | None
 
 
 class Consumer:
     """Scores the trajectories that the mailbox delivers, several batches at a time."""
 
     def __init__(
-        self, *, broker: Broker, scorer: Scorer, tokenizer: Decoder, options: ConsumerOptions
+        self,
+        *,
+        broker: Broker,
+        scorer: Scorer,
+        tokenizer: Decoder,
+        options: ConsumerOptions,
+        teacher: Teacher | None = None,
     ) -> None:
         self._broker, self._scorer, self._tokenizer, self._options = broker, scorer, tokenizer, options
+        self._teacher = teacher
         self.num_in_flight = 0
         self._stopping = False
 
@@ -199,15 +223,15 @@ class Consumer:
         deliveries = {entry.entry_id: entry.deliveries for entry in entries}
         for entry_id, samples in scored.items():
             # An unreadable entry stays unreadable; only errors of scorers are temporary.
-            may_pass = any(isinstance(text, _Texts) and score.may_be_retried for _, text, score in samples)
+            may_pass = any(isinstance(s.text, _Texts) and s.score.may_be_retried for s in samples)
             if may_pass and deliveries[entry_id] < self._options.max_deliveries:
                 continue
-            answers[entry_id] = [self._scored(*sample, seconds) for sample in samples]
+            answers[entry_id] = [self._scored(sample, seconds) for sample in samples]
         return answers
 
     async def _scored_entries(
         self, headers: Mapping[str, Sequence[TrajectoryHeader]], groups: Container[str]
-    ) -> dict[str, list[tuple[TrajectoryHeader, _Texts | Score, Score]]]:
+    ) -> dict[str, list[_Sample]]:
         """Returns each entry's samples with scores; those of an entry in `groups` are scored together."""
         flat = [header for of_entry in headers.values() for header in of_entry]
         blobs = await self._broker.get_blobs([header.blob_key for header in flat])
@@ -218,8 +242,13 @@ class Consumer:
             for entry_id, of_entry in headers.items()
             for header in of_entry
         ]
-        scores = await self._score_texts(flat, texts, names_of_groups)
-        samples = iter(zip(flat, texts, scores, strict=True))
+        async with asyncio.TaskGroup() as tasks:
+            scoring = tasks.create_task(self._score_texts(flat, texts, names_of_groups))
+            asking = [tasks.create_task(self._ask_teacher(text)) for text in texts]
+        samples = iter(
+            _Sample(header, text, *_joined(score, task.result()))
+            for header, text, score, task in zip(flat, texts, scoring.result(), asking, strict=True)
+        )
         return {
             entry_id: list(itertools.islice(samples, len(of_entry))) for entry_id, of_entry in headers.items()
         }
@@ -247,20 +276,34 @@ class Consumer:
         is_beside = self._options.reports_beside and purpose == Purpose.VALIDATE
         return names.val_scored(run_id, policy.version) if is_beside else names.scored(run_id)
 
-    def _scored(
-        self, header: TrajectoryHeader, text: _Texts | Score, score: Score, seconds: float
-    ) -> Outgoing:
-        """Returns the scored header, with the response's text in a blob if texts are kept."""
+    async def _ask_teacher(self, text: _Texts | Score) -> bytes | RewardError | None:
+        """Returns the teacher's tokens as a blob, or why there are none; None if it is not asked."""
+        if self._teacher is None or isinstance(text, Score) or text.trajectory is None:
+            return None
+        try:
+            top_k = await self._teacher.top_k(text.trajectory)
+        except RewardError as error:
+            return error
+        return encode_teacher(top_k, of=text.blob_digest)
+
+    def _scored(self, sample: _Sample, seconds: float) -> Outgoing:
+        """Returns the scored header, with blobs of the response's text, if texts are kept, and for the
+        teacher's tokens."""
+        header, text, score, teacher = sample
         blobs: dict[str, bytes] = {}
         if self._options.save_texts and isinstance(text, _Texts):
             blobs[names.text(header.blob_key)] = text.record.encode()
-        text_key = next(iter(blobs), "")
+        text_key, teacher_digest = next(iter(blobs), ""), ""
+        if teacher is not None:
+            teacher_digest = blob_digest(teacher)
+            blobs[names.teacher_top_k(header.blob_key, teacher_digest)] = teacher
         placed: TokenRewards = ()
         if isinstance(text, _Texts) and score.placed:
             placed = token_rewards(score.placed, text.token_ids, self._tokenizer, first=text.first)
         try:
             scored = self._scored_header(header, text_key, score, seconds)
-            payload = encode_scored_header(replace(scored, token_rewards=placed))
+            scored = replace(scored, token_rewards=placed, teacher_digest=teacher_digest)
+            payload = encode_scored_header(scored)
             decode_scored(payload)
         except InvalidMessageError as error:  # the barrier would refuse it, as with thousands of components
             score = failed(score.trajectory_id, RewardErrorKind.WRONG_TYPE, str(error))
@@ -282,10 +325,14 @@ class Consumer:
         try:
             if blob_digest(blob) != header.blob_digest:
                 raise InvalidMessageError("its digest is not the header's", reason="wrong_digest")
-            return self._texts_of(decode_trajectory(blob), is_episode=header.episode is not None)
+            trajectory = decode_trajectory(blob)
+            texts = self._texts_of(trajectory, is_episode=header.episode is not None)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything on ids that it does not know
             message = f"the blob {header.blob_key} cannot be read: {error}"
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
+        if self._teacher is None or header.trajectory_id.purpose in NEVER_TRAINED:
+            return texts
+        return replace(texts, trajectory=trajectory, blob_digest=header.blob_digest)
 
     def _texts_of(self, trajectory: Trajectory, *, is_episode: bool) -> _Texts:
         """Decodes the sampled tokens; for an episode, also the environment's answers, for people."""
@@ -347,6 +394,15 @@ class Consumer:
             text_key=text_key,
             normalized=score.normalized,
         )
+
+
+def _joined(score: Score, answer: bytes | RewardError | None) -> tuple[Score, bytes | None]:
+    """Returns the score, which is an error if the teacher has not answered, and the blob for its tokens."""
+    if not isinstance(answer, RewardError):
+        return score, answer
+    if score.error is None:
+        score = failed(score.trajectory_id, answer.kind, str(answer), score.seconds)
+    return score, None
 
 
 def _group_name(header: TrajectoryHeader) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.algorithms.algorithm import Algorithm, Estimator, LossFunction, TrainedNetwork
 from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs
+from paceline.algorithms.policy_losses.top_k import TopK
 from paceline.algorithms.rows import Estimates, SampleRows
 from paceline.algorithms.statistics import RowShard
 from paceline.core.errors import ConfigError
@@ -41,7 +42,7 @@ def try_loss(
     Args:
         label: the loss's name for errors.
         names: names of the log-probs that it may read besides the policy's.
-        needs: which of "critic" and "greedy" the run has.
+        needs: which of "critic", "greedy" and "teacher" the run has.
 
     Raises:
         ConfigError: the loss has no gradient, a number is not finite, or a sequence's numbers depend on the
@@ -122,7 +123,7 @@ def try_step(label: str, algorithm: Algorithm, *, names: Sequence[str], needs: S
     Args:
         label: the algorithm's name for errors.
         names: names of the log-probs that it may read.
-        needs: which of "critic" and "greedy" the run has.
+        needs: as in `try_loss`.
 
     Raises:
         ConfigError: as in `try_loss` and `try_estimator`, or the verbs do not form a training step.
@@ -164,21 +165,36 @@ def _loss_inputs(names: Sequence[str], needs: Sequence[str]) -> LossInputs:
         scores=torch.tensor([1.0, 0.0, 0.5]),
         group_ids=torch.tensor([7, 3, 7]),
         values=torch.where(_MASK, 0.5 * _OLD, 0.0) if "critic" in needs else None,
+        top_k=_top_k() if "teacher" in needs else None,
     )
+
+
+def _top_k() -> TopK:
+    """Returns two different distributions over two tokens and the others, at each place."""
+    places = torch.arange(float(_MASK.numel() * 3)).reshape(*_MASK.shape, 3)
+    policy, teacher = ((places + shift).cos().log_softmax(-1) for shift in (0.0, 0.7))
+    return TopK(policy=policy, teacher=teacher)
 
 
 def _loss_of(
     label: str, loss: Callable[[LossInputs], LossOutputs], inputs: LossInputs
 ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    log_probs = inputs.log_probs.clone().requires_grad_()
-    per_token, metrics = loss(replace(inputs, log_probs=log_probs))
+    log_probs, top_k = inputs.log_probs.clone().requires_grad_(), inputs.top_k
+    differentiated = [log_probs]
+    if top_k is not None:
+        top_k = replace(top_k, policy=top_k.policy.clone().requires_grad_())
+        differentiated.append(top_k.policy)
+    per_token, metrics = loss(replace(inputs, log_probs=log_probs, top_k=top_k))
     kept = torch.where(inputs.mask, per_token, 0.0)
     if not kept.requires_grad:
         raise ConfigError(
-            f"{label} does not depend on inputs.log_probs: nothing would be learned; compute it from them, "
-            "without detach()"
+            f"{label} does not depend on inputs.log_probs"
+            + (" or inputs.top_k.policy" if top_k is not None else "")
+            + ": nothing would be learned; compute it from them, without detach()"
         )
-    (gradient,) = torch.autograd.grad(kept.sum(), log_probs)
+    gradients = torch.autograd.grad(kept.sum(), differentiated, materialize_grads=True)
+    # By sequence, so that gradients of sequences that are passed one by one can be joined.
+    gradient = torch.cat([part.flatten(1) for part in gradients], dim=1)
     return kept.detach(), gradient, metrics
 
 
@@ -239,6 +255,8 @@ def _rows_of(inputs: Table, rows: slice) -> Table:
     def cut(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: cut(table) for name, table in value.items()}
+        if isinstance(value, TopK):
+            return TopK(policy=value.policy[rows], teacher=value.teacher[rows])
         return value[rows] if isinstance(value, Tensor) else value
 
     return replace(inputs, **{field.name: cut(getattr(inputs, field.name)) for field in fields(inputs)})

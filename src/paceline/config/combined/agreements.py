@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from paceline.config.combined.derived import DerivedSettings
-from paceline.config.training.policy_losses import CustomLoss
+from paceline.config.training.policy_losses import CustomLoss, Distill
 from paceline.config.validation import reward_key
 from paceline.core.errors import ConfigError
 from paceline.core.guard import Action
 
 BYTES_PER_ROW: Final = 256
 """Most bytes per row in the learner's message: ids, a blob's key and digest, lengths and a score."""
+
+BYTES_PER_TEACHER_DIGEST: Final = 34
+"""What the digest of a served teacher's tokens adds."""
 
 
 def _kl_can_be_steered(config: DerivedSettings) -> None:
@@ -281,6 +284,33 @@ def _frozen_networks_have_a_use(config: DerivedSettings) -> None:
         )
 
 
+def _teacher_has_a_use(config: DerivedSettings) -> None:
+    """Refuses a teacher without a loss that reads its tokens, such a loss without a teacher, and what neither
+    can do."""
+    teacher, loss = config.algorithm.teacher, config.actor.policy_loss
+    if teacher is None:
+        if isinstance(loss, Distill):
+            raise ValueError(
+                "actor.policy_loss: distill needs a served teacher; write algorithm.teacher: {address: "
+                "http://HOST:PORT/v1, model: NAME} (docs/distillation.md)"
+            )
+        return
+    if not (config.algorithm.is_own or isinstance(loss, Distill | CustomLoss)):
+        raise ValueError(
+            f"algorithm.teacher: the loss {loss.type} reads no teacher's tokens; write actor.policy_loss: "
+            "distill, or leave teacher out"
+        )
+    refused = {
+        f"rollout.temperature={config.rollout.temperature:g}, since its log-probs are at temperature 1; "
+        "write 1": config.rollout.temperature != 1.0,
+        "data.image_key, since it is asked about text alone": config.data.image_key is not None,
+        "algorithm.replay.prompts_per_step: files of trajectories, which are its buffer, have no tokens of a "
+        "teacher; leave one of them out": config.replays,
+    }
+    if reason := _first_of(refused):
+        raise ValueError(f"algorithm.teacher does not go with {reason}")
+
+
 def _context_is_not_compiled(config: DerivedSettings) -> None:
     if config.learner.num_context_ranks > 1 and config.actor.compiles:
         raise ValueError(
@@ -291,7 +321,8 @@ def _context_is_not_compiled(config: DerivedSettings) -> None:
 def _rows_fit_into_messages(config: DerivedSettings) -> None:
     """Refuses a step whose rows do not fit into the one message that gives them to the learner."""
     num_rows, limit = config.data.train_batch_size * config.rollout.n, config.service.max_message_mib
-    needed = math.ceil(num_rows * BYTES_PER_ROW / 2**20)
+    size = BYTES_PER_ROW + (0 if config.algorithm.teacher is None else BYTES_PER_TEACHER_DIGEST)
+    needed = math.ceil(num_rows * size / 2**20)
     if needed > limit:
         raise ValueError(
             f"a step of {num_rows:,} rows (data.train_batch_size x rollout.n) needs messages of up to "
@@ -375,6 +406,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _servers_can_validate_beside,
     _servers_can_have_other_engines,
     _frozen_networks_have_a_use,
+    _teacher_has_a_use,
     _context_is_not_compiled,
     _rows_fit_into_messages,
     _batches_fit,

@@ -14,6 +14,7 @@ from paceline.config.training.shaping import (
     ResampleConfig,
     RolloutCorrectionConfig,
 )
+from paceline.config.training.teacher import TeacherConfig
 from paceline.core.estimators import ADV_ESTIMATORS, EstimatorTraits, Need
 
 KLKind = Literal[
@@ -114,6 +115,11 @@ class AlgorithmConfig(Section):
         "An estimator, algorithm or loss of your own reads their log-probs by name. FOLDER is written as in "
         "model.path; the model may have any shape, but needs the policy's tokenizer and a vocabulary that is "
         "at least as large.",
+    )
+    teacher: TeacherConfig | None = Field(
+        None,
+        description="A served teacher, for actor.policy_loss: distill or a loss of your own "
+        "(docs/distillation.md). null: none.",
     )
     adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS), or_own=True)] = Field(
         "grpo",

@@ -190,6 +190,23 @@ class SAPO(PolicyLossOptions):
     tau_negative: float = Field(1.05, gt=0, description="How sharply it closes elsewhere.")
 
 
+class Distill(PolicyLossOptions):
+    """A divergence from a served teacher over its likeliest tokens (arXiv:2306.13649); reads no reward.
+
+    Needs algorithm.teacher.
+    """
+
+    type: Literal["distill"] = "distill"
+    kl: Literal["reverse", "forward", "jsd"] = Field(
+        "reverse",
+        description="reverse: KL(policy || teacher). forward: KL(teacher || policy). jsd: a mixture of both "
+        "against their mean.",
+    )
+    beta: float = Field(
+        0.5, gt=0, lt=1, description="jsd: the teacher's share of the mean, and weight of its KL."
+    )
+
+
 class CustomLoss(PolicyLossOptions):
     """A function of your own, `f(inputs: LossInputs, **options) -> LossOutputs`: docs/add-an-algorithm.md."""
 
@@ -221,7 +238,7 @@ class CustomLoss(PolicyLossOptions):
 
 
 PolicyLossConfig = Annotated[
-    PPOClip | GSPO | CISPO | GeoMean | KLCov | ClipCov | GPG | SAPO | CustomLoss,
+    PPOClip | GSPO | CISPO | GeoMean | KLCov | ClipCov | GPG | SAPO | Distill | CustomLoss,
     Field(discriminator="type"),
     BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),
 ]

@@ -15,11 +15,12 @@ from paceline.core.ids import NEVER_TRAINED
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.expert_choices import joined_choices
 from paceline.core.samples.images import ImageSpec
+from paceline.core.samples.teacher_top_k import TeacherTopK
 from paceline.core.samples.trajectory import Float32Array, Trajectory
 from paceline.core.training import BatchRow
 from paceline.learner.batch.images import find_images
 from paceline.learner.batch.types import PackedRow, ScoredBatch
-from paceline.wire import blob_digest, decode_trajectory, encode_log_probs, unpack_pixels
+from paceline.wire import blob_digest, decode_teacher, decode_trajectory, encode_log_probs, unpack_pixels
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def fetch_rows(
     images: ImageSpec | None = None,
     newest: int | None = None,
     replay: ReplayBound | None = None,
+    has_teacher: bool = False,
 ) -> dict[int, PackedRow]:
     """Returns the rows at the places `wanted`, by place; the pixels of an image are fetched once.
 
@@ -65,16 +67,18 @@ def fetch_rows(
         images: images that the model takes; None: it takes none.
         newest: newest version that tokens may have; None: all must be from `policy`.
         replay: which rows may be trained again; None: no replay, all rows are of `policy`.
+        has_teacher: whether every row needs the tokens of a served teacher.
 
     Raises:
         InvalidMessageError: a blob is not a trajectory.
         VersionMismatchError: a trajectory was sampled from another policy than is allowed.
-        LostDataError: a blob is missing, or is not the one that was scored.
+        LostDataError: a blob is missing, or is not the one that was scored, or that the teacher gave.
         DataError: a trajectory is not the one that its row names, or was not sampled for training, or its
             images are not those of its prompt.
         BrokerError, DeadlineError: the broker does not answer.
     """
     packed, trajectories = {}, {}
+    taught = _teacher_blobs(blobs, [rows[index] for index in wanted] if has_teacher else [])
     for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
         _check_blob(blob, rows[index])
         trajectory = decode_trajectory(blob, vocab_size=vocab_size)
@@ -92,6 +96,7 @@ def fetch_rows(
             response_log_probs=trajectory.response_log_probs,
             segment_starts=trajectory.segment_starts,
             expert_choices=None if choices is None else choices.array,
+            teacher=_read_teacher(taught, rows[index], trajectory, vocab_size) if has_teacher else None,
         )
         if trajectory.images:
             trajectories[index] = trajectory
@@ -99,6 +104,31 @@ def fetch_rows(
         _add_images(blobs, packed, trajectories, images)
     _share_prompt_choices(packed, rows)
     return packed
+
+
+def _teacher_blobs(blobs: Blobs, rows: Sequence[BatchRow]) -> dict[str, bytes]:
+    """Returns the blobs with a served teacher's tokens, by digest."""
+    named = {
+        r.teacher_digest: names.teacher_top_k(r.blob_key, r.teacher_digest) for r in rows if r.teacher_digest
+    }
+    return dict(zip(named, blobs.get(list(named.values())), strict=True)) if named else {}
+
+
+def _read_teacher(
+    taught: Mapping[str, bytes], row: BatchRow, trajectory: Trajectory, vocab_size: int
+) -> TeacherTopK:
+    """Reads the teacher's tokens for a row."""
+    if not row.teacher_digest:
+        raise LostDataError(
+            f"trajectory {row.trajectory_id} was scored without a teacher, whose tokens the loss reads"
+        )
+    blob = taught[row.teacher_digest]
+    if (digest := blob_digest(blob)) != row.teacher_digest:
+        raise LostDataError(
+            f"the teacher's tokens for trajectory {row.trajectory_id} have the digest {digest}, not the "
+            f"header's {row.teacher_digest}"
+        )
+    return decode_teacher(blob, of=row.blob_digest, mask=trajectory.response_mask, vocab_size=vocab_size)
 
 
 def _share_prompt_choices(packed: dict[int, PackedRow], rows: Mapping[int, BatchRow]) -> None:

@@ -20,7 +20,7 @@ from paceline.core.samples.expert_choices import ChoiceArray, joined_choices
 from paceline.core.samples.trajectory import Int32Array
 from paceline.learner.batch.blocks import Int64Array
 from paceline.learner.batch.images import PlacedImages, in_three, prompt_positions
-from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
+from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences, PackedTeacher
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
@@ -62,6 +62,18 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
         share_prompts=share_prompts,
         images=layout.images.pack(device),
         expert_choices=layout.packed_choices(),
+        teacher=_packed_teacher(rows),
+    )
+
+
+def _packed_teacher(rows: Sequence[PackedRow]) -> PackedTeacher | None:
+    """Returns a teacher's tokens at all response tokens; None if a row has none."""
+    parts = [row.teacher for row in rows if row.teacher is not None]
+    if len(parts) < len(rows):
+        return None
+    return PackedTeacher(
+        token_ids=torch.from_numpy(np.concatenate([part.token_ids for part in parts])),
+        log_probs=torch.from_numpy(np.concatenate([part.log_probs for part in parts])),
     )
 
 

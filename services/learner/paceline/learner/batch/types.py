@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.samples.expert_choices import ChoiceArray
+from paceline.core.samples.teacher_top_k import TeacherTopK
 from paceline.core.samples.trajectory import Float32Array, Int32Array, UInt8Array
 from paceline.learner.batch.blocks import SequenceBlock
 from paceline.learner.batch.chained import ChainedSequences
@@ -61,6 +62,7 @@ class PackedRow:
 
     It is one sequence, or several: a new one begins at each of `segment_starts`, places in the response.
     `images` are those of the prompt, in order. `expert_choices` are the engine's, of prompt and response.
+    `teacher` are a served teacher's likeliest tokens at the R tokens of the response.
     """
 
     index: int
@@ -71,6 +73,7 @@ class PackedRow:
     segment_starts: tuple[int, ...] = ()
     images: tuple[PromptImage, ...] = ()
     expert_choices: ChoiceArray | None = None
+    teacher: TeacherTopK | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -238,6 +241,20 @@ class PackedImages:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedTeacher:
+    """A served teacher's likeliest tokens, (n, K) int32, and their log-probs, (n, K) float32; on the host."""
+
+    token_ids: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def nothing(cls, num_tokens: int) -> PackedTeacher:
+        """Returns a stand-in for a micro-batch without rows."""
+        shape = (num_tokens, 1)
+        return cls(token_ids=torch.zeros(shape, dtype=torch.int32), log_probs=torch.zeros(shape))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
     """Tensors of one forward pass, on the model's device.
 
@@ -258,6 +275,8 @@ class MicroBatch:
         images: images of the prompts; None if there are none.
         expert_choices: (T, L, K) uint8 or int16, on the host, the engine's choices of experts; None if no row
             has any. A token whose first two are the same has none.
+        teacher: a served teacher's likeliest tokens at the n response tokens, on the host; None if no row has
+            any.
     """
 
     rows: tuple[int, ...]
@@ -273,6 +292,7 @@ class MicroBatch:
     share_prompts: bool = False
     images: PackedImages | None = None
     expert_choices: Tensor | None = None
+    teacher: PackedTeacher | None = None
 
     def with_rows(self, places: Tensor) -> MicroBatch:
         """Returns the same tokens with tables for other rows; `places` may repeat."""
@@ -285,8 +305,8 @@ class MicroBatch:
         )
 
     def table(self, flat: Tensor) -> Tensor:
-        """Spreads (n,) over (B, R), 0 on padding; differentiable."""
-        return torch.cat([flat, flat.new_zeros(1)])[self.places]
+        """Spreads (n, ...) over (B, R, ...), 0 on padding; differentiable."""
+        return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[self.places]
 
 
 LogProbs = dict[str, Tensor]

@@ -62,15 +62,15 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
     All ranks must compute the same loss from the result: `own` gets the gradient of its places on this rank.
 
     Args:
-        own: (m,), this rank's numbers.
+        own: (m, ...), this rank's numbers.
         places: (m,) int64, the numbers' places in the result; each of 0..length-1 belongs to one rank, and
             `length` means nowhere.
         length: length of the result.
 
     Returns:
-        (length,); exact, because each place is one number and zeros.
+        (length, ...); exact, because each place is one number and zeros.
     """
-    everywhere = own.new_zeros(length + 1).index_copy(0, places, own)
+    everywhere = own.new_zeros(length + 1, *own.shape[1:]).index_copy(0, places, own)
     return added_up(everywhere[:length], group)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,12 @@ from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.catching_up import CountedGroup
 from paceline.learner.distributed.context import put_together
 from paceline.learner.distributed.mesh import RankGroup
-from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
+from paceline.learner.logits.log_probs import (
+    bounded,
+    chunked_log_probs,
+    chunked_top_k,
+    token_log_probs,
+)
 from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.decoder.router_replay import give_choices, use_given_choices
 from paceline.learner.model.decoder.rows import take_rows
@@ -27,6 +32,21 @@ from paceline.learner.model.image_states import embed_with_images
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Elements in a chunk of logits (tokens x vocabulary): 256 MiB in float32, 512 MiB in bfloat16."""
+
+
+class TokenScores(NamedTuple):
+    """What a policy says about n response tokens, in float32.
+
+    Attributes:
+        log_probs: (n,), of the tokens.
+        entropy: (n,), or None if it was not asked for.
+        top_k: (n, K + 1), log-probs of a teacher's K likeliest tokens and, last, of all others together; None
+            if they were not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    top_k: Tensor | None = None
 
 
 class PolicyNetwork(nn.Module):
@@ -53,41 +73,60 @@ class PolicyNetwork(nn.Module):
         self.replaying = tuple(use_given_choices(self.lm))
 
     def forward(
-        self, batch: MicroBatch, temperature: float = 1.0, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        top_ids: Tensor | None = None,
+    ) -> TokenScores:
+        """Scores the n response tokens; with `top_ids`, (n, K), also those tokens, and with entropies."""
         own = hidden_states(body_of(self.lm), batch, self.token_multiple, self.context, self.replaying)
-        numbers = self._score(own.states, own.part_of(batch.targets), temperature, with_entropy)
-        log_probs, entropy = (None if part is None else own.put_together(part) for part in numbers)
-        assert log_probs is not None
-        return log_probs, entropy
+        ids = None if top_ids is None else own.part_of(top_ids)
+        scores = self._score(own.states, own.part_of(batch.targets), temperature, with_entropy, ids)
+        return TokenScores(
+            own.put_together(scores.log_probs),
+            *(None if part is None else own.put_together(part) for part in scores[1:]),
+        )
 
     def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool, top_ids: Tensor | None
+    ) -> TokenScores:
         head = output_head(self.lm)
         num_logits = hidden.shape[0] * head.vocab_size
         most = MAX_LOGITS_ELEMENTS[hidden.device.type]
         if hidden.device.type == "cuda" and num_logits * hidden.itemsize <= kept_logits_bytes(hidden.device):
             most = max(most, num_logits)
+        temperature, chunk_size = temperature / head.scale, max(1, most // head.vocab_size)
+        if top_ids is not None:
+            parts = chunked_top_k(
+                hidden,
+                head.weight,
+                targets,
+                top_ids,
+                temperature,
+                chunk_size,
+                bias=head.bias,
+                softcap=head.softcap,
+            )
+            return TokenScores(*(part.clone() for part in parts))
         if hidden.device.type == "cpu" and num_logits <= most:
             # Autograd keeps the logits, which saves computing them again.
             logits = F.linear(hidden, head.weight, head.bias)
-            return token_log_probs(
-                bounded(logits, head.softcap), targets, temperature / head.scale, with_entropy
+            return TokenScores(
+                *token_log_probs(bounded(logits, head.softcap), targets, temperature, with_entropy)
             )
         log_probs, entropy = chunked_log_probs(
             hidden,
             head.weight,
             targets,
-            temperature / head.scale,
-            max(1, most // head.vocab_size),
+            temperature,
+            chunk_size,
             with_entropy,
             bias=head.bias,
             softcap=head.softcap,
         )
         # Copies, not views: see ValueNetwork.
-        return log_probs.clone(), None if entropy is None else entropy.clone()
+        return TokenScores(log_probs.clone(), None if entropy is None else entropy.clone())
 
 
 @lru_cache
@@ -150,11 +189,13 @@ class OwnStates:
     group: RankGroup | None = None
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """Selects this rank's part, (m,), of numbers per response token, (n,)."""
-        return flat if self.places is None else F.pad(flat, (0, 1))[self.places]
+        """Selects this rank's part, (m, ...), of numbers per response token, (n, ...)."""
+        if self.places is None:
+            return flat
+        return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[self.places]
 
     def put_together(self, own: Tensor) -> Tensor:
-        """Gathers numbers of all response tokens, (n,), from the (m,) of each rank."""
+        """Gathers numbers of all response tokens, (n, ...), from the (m, ...) of each rank."""
         if self.places is None or self.group is None:
             return own
         return put_together(own, self.places, self.num_targets, self.group)

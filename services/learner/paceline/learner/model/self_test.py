@@ -315,7 +315,7 @@ def _with_images(row: PackedRow, config: Any, rng: np.random.Generator) -> Packe
 
 def _packed(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
     try:
-        log_probs: Tensor = PolicyNetwork(lm)(pack(rows, torch.device("cpu")))[0]
+        log_probs: Tensor = PolicyNetwork(lm)(pack(rows, torch.device("cpu"))).log_probs
     except ModelError:
         raise
     except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:

@@ -45,7 +45,7 @@ def algorithm_of(
 
 def metric_names(config: RunConfig, loss: LossFunction) -> tuple[str, ...]:
     """Returns the names of the metrics of a policy loss."""
-    return trial.metric_names(loss, names=_log_probs_of(config), needs=sorted(config.needs))
+    return trial.metric_names(loss, names=_log_probs_of(config), needs=_needs_of(config))
 
 
 def try_algorithm(config: RunConfig) -> None:
@@ -55,7 +55,7 @@ def try_algorithm(config: RunConfig) -> None:
         ConfigError: a part is missing, needs something that the run does not have, or cannot be trained with.
     """
     algorithm, chosen, loss = algorithm_of(config), config.algorithm, config.actor.policy_loss
-    names, needs = _log_probs_of(config), sorted(config.needs)
+    names, needs = _log_probs_of(config), _needs_of(config)
     if chosen.path is not None:
         label = f"algorithm {chosen.path!r}"
         _require_what_it_needs(config, own.load_algorithm(chosen.path), label)
@@ -91,6 +91,11 @@ def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str)
 def _log_probs_of(config: RunConfig) -> tuple[str, ...]:
     """Returns the names of the log-probs that an algorithm may read."""
     return ("rollout", "old", *config.frozen_networks)
+
+
+def _needs_of(config: RunConfig) -> list[str]:
+    """Returns what losses and estimators may read besides log-probs."""
+    return [*sorted(config.needs), *([] if config.algorithm.teacher is None else ["teacher"])]
 
 
 def _estimator(config: RunConfig, critic_alone: bool) -> Estimator:

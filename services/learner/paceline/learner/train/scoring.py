@@ -273,7 +273,7 @@ def _log_probs_of(
     def log_probs(batch: MicroBatch) -> Tensor:
         # Layers whose routers record choices compile to different graphs, which the update uses.
         with recorded_choices(network.lm) if with_graph else contextlib.nullcontext():
-            flat = network(batch, temperature)[0]
+            flat = network(batch, temperature).log_probs
         return batch.table(flat)
 
     return _score_all(network, batches, log_probs, with_graph=with_graph)

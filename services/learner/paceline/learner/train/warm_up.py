@@ -108,7 +108,7 @@ def _all_networks(learner: Learner) -> None:
 
 
 def _log_probs(network: PolicyNetwork, batch: MicroBatch) -> Tensor:
-    log_probs: Tensor = network(batch)[0]
+    log_probs: Tensor = network(batch).log_probs
     return log_probs
 
 

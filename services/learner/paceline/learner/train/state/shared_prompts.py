@@ -160,7 +160,7 @@ def _sum(
     Adds the log-probs, in float64, to `tables`.
     """
     batch = pack(rows, ranks.device, share_prompts=share_prompts)
-    log_probs, _ = network(batch)
+    log_probs = network(batch).log_probs
     masked = batch.table(log_probs).where(batch.mask, 0.0)
     tables.append(masked.detach().double())
     return (-masked if share_prompts else masked).sum(), batch.mask.sum().double().reshape(1)

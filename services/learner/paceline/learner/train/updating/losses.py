@@ -19,15 +19,16 @@ from paceline.algorithms.policy_losses.base import (
     log_ratio_and_advantages,
     ppo_kl,
 )
+from paceline.algorithms.policy_losses.top_k import TopK, log_rest
 from paceline.algorithms.statistics import masked_sum
 from paceline.algorithms.value_losses import clipped_value_loss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
-from paceline.learner.batch.types import Denominators, MicroBatch, TrainingBatch
+from paceline.learner.batch.types import Denominators, MicroBatch, PackedTeacher, TrainingBatch
 from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.decoder.router_replay import changes_by_token
-from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.model.networks import PolicyNetwork, TokenScores, ValueNetwork
 from paceline.learner.train.algorithm import metric_names
 from paceline.learner.train.state.optimizer import Scaling
 
@@ -55,6 +56,7 @@ class PolicyLoss:
         self._network, self._actor, self._loss = network, config.actor, loss
         self._kl_loss_coef = config.actor.kl_loss_coef * adjustments.kl_scale
         self._temperature = config.rollout.temperature
+        self._has_teacher = config.algorithm.teacher is not None
         self._is_corrected = config.rollout_correction.method != "none"
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
         self._metrics = metric_names(config, loss)
@@ -68,12 +70,14 @@ class PolicyLoss:
 
     def __call__(self, part: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
         """Returns the share, with its graph, and the sums."""
-        batch = part.batch
-        with recorded_choices(self._network.lm) as choices:
-            flat, flat_entropy = self._network(batch, self._temperature, True)
-        log_probs = batch.table(flat)
+        batch, device = part.batch, part.batch.mask.device
         self._require_tables(part)
-        per_token, metrics = self._per_token(log_probs, part)
+        teacher = self._teacher_of(batch)
+        ids = None if teacher is None else teacher.token_ids.to(device, non_blocking=True).long()
+        with recorded_choices(self._network.lm) as choices:
+            scores: TokenScores = self._network(batch, self._temperature, True, ids)
+        log_probs, flat_entropy = batch.table(scores.log_probs), scores.entropy
+        per_token, metrics = self._per_token(log_probs, part, _top_k(batch, scores, teacher))
         if part.weights is not None:
             per_token = per_token * part.weights
         total = pg_loss = self._aggregate(per_token, batch, denominators)
@@ -116,6 +120,7 @@ class PolicyLoss:
         needed = {
             "reference log-probs": (self._actor.use_kl_loss, part.log_probs.get("reference")),
             "weights": (self._is_corrected, part.weights),
+            "teacher's tokens": (self._has_teacher and bool(part.batch.sources), part.batch.teacher),
         }
         for name, (is_needed, table) in needed.items():
             if is_needed and table is None:
@@ -123,6 +128,12 @@ class PolicyLoss:
                     f"a micro-batch of rows {list(part.batch.rows)[:8]} has no {name}, which the policy loss "
                     "reads; without them its gradient would be wrong; report this as a bug"
                 )
+
+    def _teacher_of(self, batch: MicroBatch) -> PackedTeacher | None:
+        """Returns the teacher's tokens, or a filler's; None without a teacher."""
+        if not self._has_teacher:
+            return None
+        return batch.teacher or PackedTeacher.nothing(len(batch.targets))
 
     def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
         """Returns the share of the mini-batch's mean over tokens of correct responses; 0 without any."""
@@ -155,7 +166,9 @@ class PolicyLoss:
             rows = balance_by_row(choices, batch, self._network.context) * batch.mask.any(-1)
         return rows.sum() / denominators.num_sequences
 
-    def _per_token(self, log_probs: Tensor, part: TrainingBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _per_token(
+        self, log_probs: Tensor, part: TrainingBatch, top_k: TopK | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Returns the policy loss, (B, R), and its metrics, always with `ppo_kl`, which the guard needs."""
         mask = part.batch.mask
         part.log_probs.setdefault("old", log_probs.detach())
@@ -168,6 +181,7 @@ class PolicyLoss:
             group_ids=part.group_ids,
             values=part.values,
             selected=part.selected,
+            top_k=top_k,
         )
         per_token, metrics = self._loss(inputs)
         if metrics.keys() != set(self._metrics):
@@ -189,6 +203,15 @@ class PolicyLoss:
             num_sequences=denominators.num_sequences,
             constant=self._constant,
         )
+
+
+def _top_k(batch: MicroBatch, scores: TokenScores, teacher: PackedTeacher | None) -> TopK | None:
+    """Returns the tables of policy and teacher, (B, R, K + 1); None without a teacher."""
+    if teacher is None or scores.top_k is None:
+        return None
+    log_probs = teacher.log_probs.to(scores.top_k.device, non_blocking=True)
+    flat = torch.cat([log_probs, log_rest(log_probs).unsqueeze(-1)], dim=-1)
+    return TopK(policy=batch.table(scores.top_k), teacher=batch.table(flat))
 
 
 class ValueLoss:
