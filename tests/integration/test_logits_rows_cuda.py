@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.learner.logits.log_probs import chunked_log_probs, token_log_probs
+from paceline.learner.logits.log_probs import chunked_log_probs, chunked_top_k, token_log_probs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +43,33 @@ def test_values_and_gradients_equal_float64(tokens: int, vocab: int, chunk: int,
     weights = torch.linspace(-1, 1, tokens, device="cuda")
     torch.autograd.backward((log_probs * weights).sum() + 0.3 * (entropy * weights.square()).sum())
     torch.autograd.backward((true * weights).sum() + 0.3 * (true_entropy * weights.double().square()).sum())
+    assert logits.grad is not None
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(states.grad.double(), logits.grad @ head.detach().double(), **tolerance)  # type: ignore[union-attr, arg-type]
+    torch.testing.assert_close(head.grad.double(), logits.grad.t() @ states.detach().double(), **tolerance)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "chunk"), [(37, 4096, 16), (65, 50257, 64), (65, 50257, 65)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_teachers_tokens_equal_float64(tokens: int, vocab: int, chunk: int, dtype: torch.dtype) -> None:
+    """Half of the sampled tokens are among the teacher's, and all others have a gradient, too."""
+    states, head, targets = draw(tokens, 64, vocab, dtype)
+    states.requires_grad_()
+    head.requires_grad_()
+    logits = (states.detach() @ head.detach().t()).double().requires_grad_()
+    ids = torch.randn(tokens, vocab, device="cuda").topk(20).indices
+    targets[::2] = ids[::2, 3]
+    log_p = torch.log_softmax(logits, -1)
+    rest = torch.ones_like(log_p, dtype=torch.bool).scatter(-1, ids, False)
+    others = log_p.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)
+    true = torch.cat([log_p.gather(-1, ids), others], -1)
+    sampled, entropy, top_k = chunked_top_k(states, head, targets, ids, 1.0, chunk)
+    torch.testing.assert_close(top_k.double(), true, rtol=1e-5, atol=2e-5)
+
+    weights = torch.linspace(-1, 1, tokens * 21, device="cuda").view(tokens, 21)
+    torch.autograd.backward((top_k * weights).sum() + 0.2 * sampled.sum() + 0.1 * entropy.sum())
+    written = log_p.gather(-1, targets[:, None]).sum(), -(log_p.exp() * log_p).sum()
+    torch.autograd.backward((true * weights.double()).sum() + 0.2 * written[0] + 0.1 * written[1])
     assert logits.grad is not None
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(states.grad.double(), logits.grad @ head.detach().double(), **tolerance)  # type: ignore[union-attr, arg-type]

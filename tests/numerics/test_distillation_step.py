@@ -164,6 +164,10 @@ def both(inputs, weight: float):
 def nothing(inputs):
     return LossOutputs(inputs.top_k.policy.detach().sum(-1))
 
+def steep(inputs):
+    policy = inputs.top_k.policy
+    return LossOutputs((policy - policy.detach()).abs().sum(-1).sqrt() - inputs.log_probs)
+
 def batches(inputs):
     return LossOutputs(inputs.top_k.policy.sum(-1) * inputs.top_k.teacher.mean())
 """
@@ -179,6 +183,8 @@ def test_a_loss_of_ones_own_reads_the_same_tables(model: Path, ranks: Ranks, tmp
     try_algorithm(own("both", weight=0.5))
     with pytest.raises(ConfigError, match=r"does not depend on inputs\.log_probs or inputs\.top_k\.policy"):
         try_algorithm(own("nothing"))
+    with pytest.raises(ConfigError, match="its gradient is not finite"):
+        try_algorithm(own("steep"))
     with pytest.raises(ConfigError, match="differs when sequences are passed one by one"):
         try_algorithm(own("batches"))
     learner = Learner.build(own("both", weight=0.5), ranks)

@@ -111,26 +111,23 @@ def gradient(
         return _gradient(logits, targets, temperature, scores, grad_log_probs, grad_entropy)
     assert scores.top_k is not None
     own = torch.zeros_like(scores.log_probs) if grad_log_probs is None else grad_log_probs
-    of_top, of_rest = top_k.gradient[:, :-1], top_k.gradient[:, -1]
-    every = own + top_k.gradient.sum(-1)
-    # The columns of targets and chosen tokens are computed here, and replace those that `_gradient` computes.
+    of_top, every = top_k.gradient[:, :-1], own + top_k.gradient.sum(-1)
+    spread = top_k.gradient[:, -1] / scores.top_k[:, -1].exp()
+    same = top_k.ids == targets.unsqueeze(-1)
+    # `_gradient` overwrites the logits, and takes all columns for ones of the rest. Those of the chosen
+    # tokens, and then those of the targets, are computed here and replace its own.
     columns = torch.cat([top_k.ids, targets.unsqueeze(-1)], dim=-1)
     log_p = _scaled(logits.gather(-1, columns), temperature) - scores.log_norms.unsqueeze(-1)
-    same = top_k.ids == targets.unsqueeze(-1)
-    is_rest = ~same.any(-1)
-    spread = of_rest / scores.top_k[:, -1].exp()
-    factors = torch.cat(
-        [every.unsqueeze(-1).expand_as(same), (every - spread * is_rest).unsqueeze(-1)], dim=-1
-    )
-    direct = torch.cat(
-        [of_top + same * own.unsqueeze(-1), (own + (same * of_top).sum(-1)).unsqueeze(-1)], dim=-1
-    )
+    of_target = own + (same * of_top).sum(-1), every - spread * ~same.any(-1)
+    direct = torch.cat([of_top, of_target[0].unsqueeze(-1)], dim=-1)
+    factors = torch.cat([every.unsqueeze(-1).expand_as(same), of_target[1].unsqueeze(-1)], dim=-1)
     exact = direct - log_p.exp() * factors
     if grad_entropy is not None and scores.entropy is not None:
         inner = log_p.clamp(min=-FLOOR) + scores.entropy.unsqueeze(-1)
         exact = exact - log_p.exp() * inner * grad_entropy.unsqueeze(-1)
     grad = _gradient(logits, targets, temperature, scores, every - spread, grad_entropy)
-    return grad.scatter_(-1, columns, exact.div_(temperature).to(grad.dtype))
+    exact = exact.div_(temperature).to(grad.dtype)
+    return grad.scatter_(-1, top_k.ids, exact[:, :-1]).scatter_(-1, targets.unsqueeze(-1), exact[:, -1:])
 
 
 def _gradient(

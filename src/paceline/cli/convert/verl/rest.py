@@ -56,7 +56,7 @@ REST: tuple[ConversionRule, ...] = (
         "see reward.code for programs that are run",
         "sandbox_fusion.url reward.sandbox_fusion.url reward_model.sandbox_fusion.url",
     ),
-    only("distillation has a recipe of its own", "distillation.enabled"),
+    only("see docs/distillation.md", "distillation.enabled"),
     only("`paceline report` shows validations; a run trains", "trainer.val_only"),
     only("set trainer.run_dir to the run's folder", "trainer.resume_from_path"),
     only(
