@@ -127,6 +127,26 @@ def test_halves_of_a_micro_batch_have_their_own_teachers_tokens(model: Path) -> 
     assert torch.equal(torch.cat([first.log_probs, second.log_probs]), packed.log_probs)
 
 
+def test_rows_that_are_drawn_again_count_again(model: Path, ranks: Ranks) -> None:
+    """Resampling repeats rows of the tables; the network computes each once."""
+    config = config_of(model, {"type": "distill"})
+    network = Learner.load(config, ranks).actor.network
+    loss = PolicyLoss(config, network, Adjustments(), algorithm_of(config).loss)
+    rows, places = rows_of(1), torch.tensor([0, 2, 2, 3])
+
+    def shares(part: TrainingBatch) -> tuple[float, list[float]]:
+        counts = Denominators(num_tokens=int(part.batch.mask.sum()), num_sequences=4)
+        share, sums = loss(part, counts)
+        return share.item(), sums.tolist()
+
+    part = part_of(pack(rows, CPU))
+    drawn = part.with_rows(part.batch.with_rows(places), lambda table: table[places])
+    repeated = part_of(pack([rows[place] for place in places], CPU))
+    got, wanted = shares(drawn), shares(repeated)
+    assert got[0] == pytest.approx(wanted[0], rel=1e-5)
+    assert got[1] == pytest.approx(wanted[1], rel=1e-5)
+
+
 def test_rows_without_a_teachers_tokens_are_never_trained(model: Path, ranks: Ranks) -> None:
     config = config_of(model, {"type": "distill"})
     learner = Learner.load(config, ranks)

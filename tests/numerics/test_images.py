@@ -94,7 +94,7 @@ def hugging_face(folder: Path) -> Any:
 
 def run(network: Any, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs, and gradients of their weighted sum."""
-    log_probs, _ = network(batch, temperature)
+    log_probs = network(batch, temperature).log_probs
     flat = batch.table(log_probs)[batch.mask]
     (flat * torch.linspace(-1, 1, len(flat))).sum().backward()
     gradients = {

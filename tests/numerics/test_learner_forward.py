@@ -81,7 +81,7 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     expected, hugging_face = reference(folder, rows, temperature)
     batch = pack(rows, CPU)
     network = load_policy(folder, ranks, FLOAT32)
-    log_probs, entropy = network(batch, temperature, True)
+    log_probs, entropy, _ = network(batch, temperature, True)
     assert log_probs.tolist() == pytest.approx(torch.cat(expected).tolist(), abs=1e-5)
     assert entropy is not None
     uncertainty = entropy.detach()
@@ -126,7 +126,7 @@ def test_a_segment_is_a_sequence_of_its_own(folder: Path, ranks: Ranks, share_pr
 
     def run(rows: list[PackedRow], shared: bool) -> tuple[Tensor, list[Tensor]]:
         batch = pack(rows, CPU, share_prompts=shared)
-        log_probs, _ = network(batch, 1.0)
+        log_probs = network(batch, 1.0).log_probs
         sampled = batch.table(log_probs)[batch.mask]
         (sampled * torch.linspace(-1, 1, len(sampled))).sum().backward()
         gradients = [parameter.grad.full_tensor().clone() for parameter in network.parameters()]

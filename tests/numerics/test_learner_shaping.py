@@ -27,7 +27,7 @@ from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.planning.plan import plan_batch, plan_chunk
 from paceline.learner.batch.types import Denominators, MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.model.networks import PolicyNetwork, TokenScores
 from paceline.learner.train import estimating
 from paceline.learner.train.algorithm import algorithm_of
 from paceline.learner.train.estimating import Advantages
@@ -43,7 +43,8 @@ from support.learner_variants import GROUPS, NO_KL
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 
-POLICY_LOSSES = sorted(section_types(ActorConfig.model_fields["policy_loss"]).keys() - {"custom"})
+# The loss `distill` reads a teacher's tokens: tests/numerics/test_distillation_step.py.
+POLICY_LOSSES = sorted(section_types(ActorConfig.model_fields["policy_loss"]).keys() - {"custom", "distill"})
 OVERLONG = {"algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}}}
 
 
@@ -348,9 +349,9 @@ class TestResampling:
         """With a table of log-probs by token for a network; every loss, in float64 wherever it keeps it."""
         by_token = torch.linspace(-6, -2, 48, dtype=torch.float64, requires_grad=True)
 
-        def network(batch: MicroBatch, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def network(batch: MicroBatch, *_: Any) -> TokenScores:
             flat = by_token[batch.targets]
-            return flat, flat.square()
+            return TokenScores(flat, flat.square())
 
         network.lm = torch.nn.Module()  # without experts
         network.replaying = ()
@@ -388,9 +389,9 @@ class TestResampling:
         """verl hard-codes the mean over sequences in gspo, geo_mean and sapo."""
         by_token = torch.linspace(-6, -2, 48, dtype=torch.float64, requires_grad=True)
 
-        def network(batch: MicroBatch, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def network(batch: MicroBatch, *_: Any) -> TokenScores:
             flat = by_token[batch.targets]
-            return flat, flat.square()
+            return TokenScores(flat, flat.square())
 
         network.lm = torch.nn.Module()
         network.replaying = ()
@@ -418,8 +419,8 @@ class TestResampling:
         """mu / N times the sum of -log pi over the N tokens of right responses, beside the policy's loss."""
         by_token = torch.linspace(-6, -2, 48, dtype=torch.float64, requires_grad=True)
 
-        def network(batch: MicroBatch, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            return by_token[batch.targets], torch.zeros(len(batch.targets), dtype=torch.float64)
+        def network(batch: MicroBatch, *_: Any) -> TokenScores:
+            return TokenScores(by_token[batch.targets], torch.zeros(len(batch.targets), dtype=torch.float64))
 
         network.lm = torch.nn.Module()
         network.replaying = ()

@@ -70,7 +70,7 @@ def rows_of(families: Any = FAMILIES) -> list[PackedRow]:
 def run(policy: PolicyNetwork, rows: list[PackedRow], *, share: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs, and the gradients of a sum with a weight of its own for each token."""
     policy.zero_grad()
-    log_probs, _ = policy(pack(rows, CPU, share_prompts=share))
+    log_probs = policy(pack(rows, CPU, share_prompts=share)).log_probs
     (log_probs * torch.linspace(-1.0, 1.0, len(log_probs))).sum().backward()
     gradients = {name: part.grad for name, part in policy.named_parameters() if part.grad is not None}
     return log_probs.detach(), {name: gradient.clone() for name, gradient in gradients.items()}
