@@ -55,7 +55,7 @@ def configured(inputs: Path, port: int) -> dict[str, Any]:
 def answering(inputs: Path, port: int) -> Iterator[FakeTeacher]:
     """A teacher that answers within it."""
     tokenizer = load_tokenizer(inputs / "model")
-    fake = FakeTeacher(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], vocab_size=300)
+    fake = FakeTeacher(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], vocab_size=320)
     loop, ready, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve() -> None:
