@@ -259,18 +259,20 @@ async def sglang_subject(folder: Path) -> AsyncIterator[Subject]:
             process.suspend() if stopped else process.resume()
 
     learner = ContractLearner(model, device=device, wire_dtype=dtype)
-    yield Subject(
-        engine=engine,
-        learner=learner,
-        kill=kill,
-        fail=fail,
-        freeze=freeze,
-        processes=processes,
-        has_versions=False,
-        dtype=dtype,
-    )
-    learner.close()
-    await engine.shutdown()
+    try:
+        yield Subject(
+            engine=engine,
+            learner=learner,
+            kill=kill,
+            fail=fail,
+            freeze=freeze,
+            processes=processes,
+            has_versions=False,
+            dtype=dtype,
+        )
+    finally:
+        learner.close()
+        await engine.shutdown()
 
 
 @asynccontextmanager
