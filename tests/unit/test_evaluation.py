@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.commands.start.eval import table
-from paceline.core.evaluation import EvaluatedAnswer, evaluate, final_answer, majority_at_k, pass_at_k
+from paceline.core.samples.evaluation import EvaluatedAnswer, evaluate, final_answer, majority_at_k, pass_at_k
 
 
 def answer(

@@ -17,9 +17,9 @@ from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import HeldOutPrompts, load_inputs
 from paceline.controller.run.records import val_metrics
 from paceline.core.errors import ConfigError
-from paceline.core.evaluation import final_answer
 from paceline.core.ids import Purpose
 from paceline.core.run_record.step_metrics import STEP_METRICS, meaning
+from paceline.core.samples.evaluation import final_answer
 from paceline.core.samples.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.data.hub import uses_hub
 from paceline.data.prompts import Prompt, PromptSet

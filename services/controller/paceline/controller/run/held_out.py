@@ -10,9 +10,9 @@ from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.progress import Run
 from paceline.controller.run.records import val_metrics
 from paceline.controller.run.records.trajectories import save_trajectories
-from paceline.core.evaluation import final_answer
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.evaluation import final_answer
 from paceline.service.threads import in_thread
 
 # Responses whose texts are in memory at once.

@@ -23,7 +23,13 @@ from paceline.config.run import RunConfig
 from paceline.config.training.actor import ActorConfig
 from paceline.config.validation import HeldOutSet
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.core.evaluation import Estimate, EvaluatedAnswer, EvaluationResult, evaluate, final_answer
+from paceline.core.samples.evaluation import (
+    Estimate,
+    EvaluatedAnswer,
+    EvaluationResult,
+    evaluate,
+    final_answer,
+)
 from paceline.data.hub import local_files
 from paceline.data.rows import read_rows, value_at
 from paceline.runs import run_dir as run_dirs

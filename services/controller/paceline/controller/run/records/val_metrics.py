@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from paceline.controller.batch.collect import Batch, reward_components
 from paceline.controller.batch.inputs import HeldOutPrompts
 from paceline.controller.run.records.metrics import episode_metrics
-from paceline.core.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.ids import TrajectoryId
+from paceline.core.samples.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
-from paceline.core.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.samples.evaluation import EvaluatedAnswer, evaluate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
