@@ -128,6 +128,15 @@ def test_a_stranger_with_the_wheel_alone_gets_to_a_run(
     with pytest.raises(ConfigError, match="docs exists; name an empty folder: paceline examples FOLDER"):
         command.run(argparse.Namespace(folder=Path()))
 
+    linked = [
+        (str(page), target)
+        for page in (*Path("docs").rglob("*.md"), *Path("examples").rglob("*.md"))
+        for target in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text())
+    ]
+    assert len(linked) > 100
+    assert [link for link in linked if not (Path(link[0]).parent / link[1]).exists()] == []
+    assert "Both ways were run in clean containers" in Path("docs/start.md").read_text()
+
     printed = [line.strip() for line in said.splitlines() if line.startswith("  ")]
     page = (source.ROOT / "docs" / "start.md").read_text().splitlines()
     assert [line for line in printed if line not in page and "cuda" not in line] == []
