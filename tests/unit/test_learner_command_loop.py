@@ -293,10 +293,8 @@ def test_ranges_of_tokens_within_the_bound_are_trained_on(
 
     commands: Any = object.__new__(Commands)
     commands._blobs = DictBlobs(blobs)
-    replay = SimpleNamespace(max_age=4)
-    config = SimpleNamespace(
-        pushes_in_flight=in_flight, replays=False, algorithm=SimpleNamespace(replay=replay)
-    )
+    algorithm = SimpleNamespace(replay=SimpleNamespace(max_age=4), teacher=None)
+    config = SimpleNamespace(pushes_in_flight=in_flight, replays=False, algorithm=algorithm)
     commands._learner = SimpleNamespace(version=4, ranks=ranks, vocab_size=48, image_spec=None, config=config)
     fetch = commands._fetch(dict(enumerate(changed)), due)
     if is_trained:

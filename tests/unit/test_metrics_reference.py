@@ -70,7 +70,11 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
     named |= {f"{network}/{name}" for network in ("actor", "critic") for name in _OF_EACH_NETWORK}
     named |= {
         f"actor/{name}"
-        for name in (*_metrics_of_losses(), "pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME")
+        for name in (
+            *_metrics_of_losses(),
+            *("pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME"),
+            *("teacher_top_k_mass", "policy_top_k_mass"),
+        )
     }
     named |= {"critic/vf_loss", "critic/vf_clipfrac"}
     # What is said of sets and sources has their names in front: test_val_sets.py, test_train_sets.py.
