@@ -4,11 +4,10 @@
                                     token ids      -> teacher -> blobs, if there is one
 
 Delivery is at least once: a batch is acknowledged together with its scored headers, and the barrier drops
-repeats. An item whose scorer or teacher timed out, crashed or could not be reached goes back to the mailbox,
-and
-is delivered again, up to reward.max_deliveries times. The samples of a prompt that are scored together are
-one entry: it is delivered, scored and acknowledged as one. Unblocked by: an entry in the mailbox. Deadlines:
-the scorer's and the teacher's per item, the broker's per command.
+repeats. If a scorer or the teacher times out, crashes or cannot be reached, the item goes back to the mailbox
+and is delivered again, up to reward.max_deliveries times. The samples of a prompt that are scored together
+are one entry: it is delivered, scored and acknowledged as one. Unblocked by: an entry in the mailbox.
+Deadlines: the scorer's and the teacher's per item, the broker's per command.
 """
 
 from __future__ import annotations
