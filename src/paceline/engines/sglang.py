@@ -13,8 +13,9 @@ SGLANG: Final = EngineFacts(
     start="paceline.rollout.engines.sglang.engine:SglangEngine.start",
     check="paceline.rollout.engines.sglang.refusals:check",
     compared=(
-        *("arcee", "cohere", "ernie4_5", "gemma", "glm4", "granite", "helium", "llama", "mistral", "mixtral"),
-        *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+        *("arcee", "cohere", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "helium"),
+        *("llama", "ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi3", "qwen2"),
+        *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"),
     ),
     process_word="sglang::scheduler",
 )
