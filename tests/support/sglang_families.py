@@ -37,6 +37,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "sliding_window_pattern": "LLG",
     },
+    "deepseek_v2": {"q_lora_rank": 64},  # or SGLang's norm reads vectors at addresses that are not aligned
+    "deepseek_v3": {"q_lora_rank": 64},
+    "glm4_moe_lite": {"q_lora_rank": 64},
+    # transformers 5.12, which SGLang pins, does not read rotary_dim.
+    "minimax_m2": {
+        "rotary_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "olmo": {"num_key_value_heads": 4},
     "olmoe": {"num_key_value_heads": 4},
 }

@@ -77,6 +77,21 @@ def test_what_sglang_does_after_a_load_is_part_of_it() -> None:
     assert model.second.weight.unique().tolist() == [6.0]
 
 
+def test_halves_of_a_matrix_that_sglang_keeps_follow_a_push_in_place() -> None:
+    class LatentAttention(nn.Linear):
+        """As in SGLang's DeepSeek: the halves are made once, and graphs then read them."""
+
+        def post_load_weights(self) -> None:
+            self.half.copy_(self.weight[:1])
+
+    model = LatentAttention(2, 2, bias=False)
+    model.half = torch.zeros(1, 2)
+    before = model.half
+    refresh_copies(model)
+    assert model.half is before
+    assert torch.equal(before, model.weight[:1])
+
+
 def test_a_copy_of_a_router_that_sglang_keeps_follows_a_push_in_place() -> None:
     class Router(nn.Linear):
         """As in SGLang's GLM-4.5: the first step makes the copy, and graphs then read it."""

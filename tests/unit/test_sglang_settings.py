@@ -14,6 +14,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.engines.sglang import SGLANG
+from paceline.models.facts import ARCHITECTURES
 from paceline.rollout.engines.loading import check_engine
 from paceline.rollout.engines.sglang import refusals
 from paceline.rollout.engines.sglang.arguments import environment, server_arguments
@@ -63,9 +64,9 @@ def test_arguments_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("model_type", "missing"),
     [
+        ("deepseek_v2", {"scoring_func": "softmax", "moe_layer_freq": 1}),
         ("deepseek_v3", {"scoring_func": "sigmoid", "moe_layer_freq": 1}),
-        ("gpt_oss", {"swiglu_limit": 7.0}),
-        ("hunyuan_v1_dense", {"use_qk_norm": True}),
+        ("minimax_m2", {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}),
     ],
 )
 def test_keys_that_config_json_lacks_are_told_to_sglang(
@@ -77,6 +78,24 @@ def test_keys_that_config_json_lacks_are_told_to_sglang(
     assert json.loads(arguments["json_model_override_args"]) == missing
     (tmp_path / "config.json").write_text(json.dumps(tree | missing))
     assert "json_model_override_args" not in server_arguments(config(str(tmp_path)), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, {"rope_theta": 1e6}),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, {}),
+        ({"rope_parameters": None}, {}),
+        ({"model_type": "gpt_oss", "dtype": "float32"}, {"swiglu_limit": 7.0, "dtype": None}),
+    ],
+)
+def test_keys_that_sglang_reads_elsewhere_than_transformers_are_told_to_it(
+    tree: dict[str, Any], told: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "exaone4"} | tree))
+    arguments = server_arguments(config(str(tmp_path)), on_cpu=False)
+    assert json.loads(arguments.get("json_model_override_args", "{}")) == told
 
 
 def test_arguments_follow_eager_sleep_and_the_users_own() -> None:
@@ -158,6 +177,8 @@ def test_weights_in_mid_answer_are_refused_before_a_run_finds_no_versions() -> N
         ("qwen2_5_vl", "prompts with images"),
         ("cohere2", "Command R7B.*sliding windows SGLang's attention does not prepare"),
         ("olmo3", "OLMo 3, whose rotary parameters"),
+        ("hunyuan_v1_dense", "Hunyuan, dense, whose normed queries"),
+        ("phi", "Phi-1, Phi-2, whose head has a bias"),
     ],
 )
 def test_models_that_need_another_engine_are_refused(model_type: str, reason: str, tmp_path: Path) -> None:
@@ -167,6 +188,11 @@ def test_models_that_need_another_engine_are_refused(model_type: str, reason: st
         check_engine(config(str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     check_engine(config(str(tmp_path)))
+
+
+def test_families_that_were_compared_exist_and_none_of_them_is_refused() -> None:
+    assert set(SGLANG.compared or ()) <= set(ARCHITECTURES)
+    assert set(refusals.UNSUITED) <= set(ARCHITECTURES) - set(SGLANG.compared or ())
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "arcee": ModelFamily(name="Arcee"),
     "cohere": ModelFamily(name="Cohere (Command R)"),
     "cohere2": ModelFamily(name="Cohere 2 (Command R7B)", has_longer_window_in_engines=True),
-    "deepseek_v2": ModelFamily(name="DeepSeek-V2", keys_for_engines=(("moe_layer_freq", 1),)),
+    "deepseek_v2": ModelFamily(
+        name="DeepSeek-V2", keys_for_engines=(("scoring_func", "softmax"), ("moe_layer_freq", 1))
+    ),
     "deepseek_v3": ModelFamily(
         name="DeepSeek-V3",
         keys_for_engines=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)),
@@ -107,7 +109,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
         name="MiniMax-M2",
         has_joint_norms=True,
         stored_names=_MIXTRAL_NAMES,
-        keys_for_engines=(("scoring_func", "sigmoid"), ("use_routing_bias", True)),
+        keys_for_engines=(("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True)),
     ),
     "ministral3": ModelFamily(name="Ministral 3"),
     "mistral": ModelFamily(name="Mistral", has_uniform_cache=True),

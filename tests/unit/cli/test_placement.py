@@ -343,10 +343,10 @@ def test_a_family_whose_log_probs_were_not_compared_in_an_engine_gets_a_note(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
-    (project / "model" / "config.json").write_text('{"model_type": "phi"}')
+    (project / "model" / "config.json").write_text('{"model_type": "glm4_moe"}')
     assert notes(load(RunConfig, "run.yaml")) == []  # vLLM
     (note,) = notes(load(RunConfig, "run.yaml", ["rollout.name=sglang"]))
-    assert note.startswith("log-probs of Phi-1, Phi-2 from SGLang were never compared")
+    assert note.startswith("log-probs of GLM-4.5, GLM-4.5-Air from SGLang were never compared")
     (project / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     assert notes(load(RunConfig, "run.yaml", ["rollout.name=sglang"])) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +41,8 @@ def server_arguments(config: RunConfig, *, on_cpu: bool, load_format: str = "dum
         "log_level": "warning",
         "watchdog_timeout": 100_000.0,
     }
-    if missing := corrections.missing_keys(config_tree(config.model.path)):
-        arguments["json_model_override_args"] = json.dumps(missing)
+    if keys := _model_keys(config_tree(config.model.path)):
+        arguments["json_model_override_args"] = json.dumps(keys)
     if on_cpu:
         arguments |= {
             "device": "cpu",
@@ -61,6 +62,21 @@ def server_arguments(config: RunConfig, *, on_cpu: bool, load_format: str = "dum
             "cuda_graph_max_bs_decode": rollout.max_num_seqs,
         }
     return arguments | rollout.engine_kwargs
+
+
+def _model_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keys that SGLang misses in config.json or reads otherwise than transformers.
+
+    SGLang's EXAONE 4 reads `rope_theta` outside `rope_parameters`, and takes 1e6 if it is not there. Its
+    GPT-OSS creates attention and routers in config.json's `dtype`, the rest in the engine's.
+    """
+    keys: dict[str, Any] = dict(corrections.missing_keys(tree))
+    theta = tree.get("rope_theta", (tree.get("rope_parameters") or {}).get("rope_theta"))
+    if theta is not None:
+        keys["rope_theta"] = theta
+    if tree.get("model_type") == "gpt_oss":
+        keys["dtype"] = None
+    return keys
 
 
 def has_gpu() -> bool:

@@ -47,10 +47,14 @@ def load_full(
 
 @torch.no_grad()
 def refresh_copies(model: torch.nn.Module) -> None:
-    """Updates the copies of weights that SGLang keeps from a model's first step on.
+    """Updates the copies of weights that SGLang keeps; graphs read them where they are.
 
-    These are the routers of its GLM models in float32 (seen in 0.5.16). Graphs read them where they are.
+    These are, seen in 0.5.16, the routers of its GLM models in float32, from a model's first step on; and the
+    two halves of latent attention's `kv_b_proj`, which the models' `post_load_weights` makes.
     """
+    make_halves: Any = getattr(model, "post_load_weights", None)
+    if make_halves is not None:
+        make_halves()
     for module in model.modules():
         copy = getattr(module, "_weight_fp32", None)
         if copy is not None:

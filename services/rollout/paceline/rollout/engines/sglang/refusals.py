@@ -133,9 +133,11 @@ UNSUITED: Final = {
     "cohere2": "whose sliding windows SGLang's attention does not prepare",
     "gemma4_text": "whose sizes of heads SGLang reads only for models with images",
     "glm": "whose matrices SGLang, without a model of its own for them, cannot split",
+    "hunyuan_v1_dense": "whose normed queries SGLang's attention gives back in another shape",
     "olmo3": "whose rotary parameters SGLang does not keep from config.json",
+    "phi": "whose head has a bias, which SGLang leaves out",
 }
-"""Values of `model_type` that SGLang 0.5.16 does not start with, and why"""
+"""Values of `model_type` that SGLang 0.5.16 does not start with or computes wrong, and why"""
 _STATES: Final = "whose layers have a state for each sequence"
 
 
