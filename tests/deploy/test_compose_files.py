@@ -191,6 +191,20 @@ def test_one_server_of_the_gpu_profile_can_have_another_engine(
     assert (rollout.replicas, rollout.engine_names) == (4, ("vllm", "sglang"))
 
 
+def test_one_server_of_the_gpu_profile_can_answer_held_out_prompts_only(
+    services: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "deploy" / "compose"
+    with_one = rendered(folder, "OVERRIDES=rollout.validation_servers=1\n", "validation.yaml")
+    assert {name for name, service in with_one.items() if "--validates" in service.get("command", ())} == {
+        "rollout-gpu-3"
+    }
+    server, plain = with_one["rollout-gpu-3"], services["rollout-gpu-3"]
+    assert server | {"command": None} == plain | {"command": None}
+    rollout = configured(with_one["controller-gpu"]).rollout
+    assert (rollout.replicas, rollout.training_servers) == (4, 3)
+
+
 def servers_of(services: dict[str, dict[str, Any]], profile: str) -> list[list[str]]:
     """The GPUs of each rollout server that has some."""
     names = [name for name in services if name.startswith(f"rollout-{profile}-")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -176,3 +177,28 @@ def secrets_of(pod: dict[str, Any]) -> list[tuple[str, set[str]]]:
     projected = [each["projected"]["sources"] for each in pod["volumes"] if "projected" in each]
     sources += [(each["secret"]["name"], each["secret"]) for sources_ in projected for each in sources_]
     return [(name, {item["key"] for item in secret.get("items", ())}) for name, secret in sources]
+
+
+def ways(manifests: dict[tuple[str, str], Manifest]) -> dict[tuple[str, str], set[int | None]]:
+    """Ports that one component may reach on another, None for all: both sides' policies must allow it."""
+
+    def peers(rules: list[dict[str, Any]], side: str) -> dict[str, set[int | None]]:
+        ports_of: dict[str, set[int | None]] = {}
+        for rule in rules:
+            for peer in rule[side]:
+                labels = peer.get("podSelector", {}).get("matchLabels", {})
+                name = labels.get("app.kubernetes.io/component", json.dumps(peer, sort_keys=True))
+                ports = {port["port"] for port in rule.get("ports", ())} or {None}
+                ports_of.setdefault(name, set()).update(ports)
+        return ports_of
+
+    policies = {name: each["spec"] for (kind, name), each in manifests.items() if kind == "NetworkPolicy"}
+    assert all(policy["policyTypes"] == ["Ingress", "Egress"] for policy in policies.values())
+    into = {name: peers(policy["ingress"], "from") for name, policy in policies.items()}
+    out = {name: peers(policy["egress"], "to") for name, policy in policies.items()}
+    return {
+        (one, other): into[other][one] & out[one][other]
+        for other in policies
+        for one in policies
+        if one in into[other] and other in out[one]
+    }

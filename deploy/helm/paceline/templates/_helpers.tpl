@@ -283,7 +283,7 @@ livenessProbe:
 {{- end }}
 
 {{- define "paceline.health" -}}
-exec: {command: [paceline, health, "127.0.0.1:7000", --role, {{ .component }}]}
+exec: {command: [paceline, health, "127.0.0.1:7000", --role, {{ .role | default .component }}]}
 periodSeconds: 30
 timeoutSeconds: 30
 {{- end }}
@@ -338,4 +338,14 @@ resources: {requests: {storage: {{ .size }}}}
 {{- if not (has $name $names) }}{{ fail (printf "rewardModels.named has %s, which reward.models of config does not name" $name) }}{{ end }}
 {{- end }}
 {{- $models | toJson }}
+{{- end }}
+
+{{/* rollout.validation_servers of the run's configuration. */}}
+{{- define "paceline.validationServers" -}}
+{{- range .Values.overrides }}
+{{- if hasPrefix "rollout.validation_servers" . }}{{ fail "set rollout.validation_servers in config, not in overrides: the chart starts those of config" }}{{ end }}
+{{- end }}
+{{- $config := fromYaml .Values.config }}
+{{- with $config.Error }}{{ fail (printf "config is not YAML: %s" .) }}{{ end }}
+{{- ($config.rollout | default dict).validation_servers | default 0 | int }}
 {{- end }}
