@@ -200,7 +200,7 @@ def test_one_server_of_the_gpu_profile_can_answer_held_out_prompts_only(
         "rollout-gpu-3"
     }
     server, plain = with_one["rollout-gpu-3"], services["rollout-gpu-3"]
-    assert server | {"command": None} == plain | {"command": None}
+    assert (server["image"], gpus(server)) == (plain["image"], gpus(plain))
     rollout = configured(with_one["controller-gpu"]).rollout
     assert (rollout.replicas, rollout.training_servers) == (4, 3)
 
