@@ -54,7 +54,6 @@ class Algorithm:
         needs: which of "critic", "greedy" (a greedy answer to each prompt) and "group" (two samples or more
             of each prompt) a run must have; `algorithm.needs` of the configuration names them too.
         scalable: the options that are clip ranges, which the guard's `lower_clip` may scale.
-        options: the configuration's `algorithm.options`.
     """
 
     networks: ClassVar[tuple[str, ...]] = ()

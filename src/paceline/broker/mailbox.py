@@ -26,7 +26,6 @@ class Mailbox:
     1.5 leases. On leaving, entries that are not done are given back at once.
 
     Args:
-        broker: where the stream is.
         stream: name of the stream; stream and group are created if missing.
         group: consumers of one group share the stream; each entry goes to one of them.
         consumer: name, unique within the group: two consumers of the same name would renew each other's

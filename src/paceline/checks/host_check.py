@@ -58,10 +58,8 @@ def check_hosts(
     """Asks all hosts at once, over the remote shell that will start their services.
 
     Args:
-        hosts: the content of HOSTS.yaml.
         tls_dir: this machine's folder of TLS files.
         insecure: whether services may talk in plain text, as `service.insecure` says.
-        ports: `service.ports`.
 
     Raises:
         EnvironmentLackError: a host cannot be reached, cannot run its services, has no certificate, or its
@@ -116,7 +114,6 @@ def ask_python(
     Args:
         hosts: the content of HOSTS.yaml, which names the remote shell.
         host: the host; its folder is the program's working directory.
-        words: arguments of the program.
         env: further variables, for values that must not appear in a process list.
 
     Raises:

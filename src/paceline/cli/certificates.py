@@ -139,7 +139,6 @@ class Authority:
 
         Args:
             folder: folder of the process; only this user can read the key.
-            name: common name of the subject.
             role: checked by Paceline's clients, so that a server may run anywhere. A host has all roles.
             hosts: further names and addresses, for clients that check those (Redis clients, for example).
             days: how long the certificate is valid, at most as long as the authority.

@@ -49,7 +49,6 @@ class Rule:
         networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step
             as a whole.
         of_validation: whether it judges validations, each set of held-out prompts separately, and no updates.
-        actions: actions that the rule may take.
     """
 
     name: str
@@ -131,7 +130,6 @@ class RuleLimits:
     """The configuration of one rule.
 
     Attributes:
-        bounds: the bound of each action.
         patience: number of consecutive steps that must cross a bound before an action beyond SKIP is taken.
     """
 

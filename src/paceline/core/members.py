@@ -76,7 +76,6 @@ class GpuUsage:
 
     Attributes:
         utilisation: share of the driver's last period in which a kernel ran.
-        memory_bytes: memory in use.
     """
 
     uuid: str

@@ -28,7 +28,6 @@ class PromptCursor:
 
     Args:
         ids: the prompt ids, in any order.
-        seed: seed of the order.
         shuffle: False walks in ascending order.
         stream: the set's number, so that sets with the same seed have different orders.
         ranks: the rank of each id; every epoch takes ids of lower rank first. None: all ranks are equal.

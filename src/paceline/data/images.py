@@ -47,8 +47,6 @@ class ImageReader:
     """Reads the images of rows for one model.
 
     Args:
-        column: the column with images.
-        processor: the model's image processor.
         image_token_id: token id that stands in a prompt for each token of an image.
     """
 

@@ -21,7 +21,6 @@ class MixtureState:
     """The position in all sets.
 
     Attributes:
-        walks: the position of each set's walk.
         due: each set's due count in prompts: its share of the prompts drawn so far, minus those it supplied.
         chosen: the weights that a function chose for the next step; None: those of the configuration.
     """

@@ -15,7 +15,6 @@ class ScoredSample:
     """Holds one sample with its score.
 
     Attributes:
-        prompt: the prompt that it answers.
         header: its ids, lengths and components.
         reward: the reward, from the scorers or from the dataflow.
         text: the response; "" if texts were left out of the sampling.

@@ -36,7 +36,6 @@ class EngineMemory:
 
     Attributes:
         weights: bytes of the weights in the type used for computing.
-        bytes_per_token: bytes per token in the KV cache.
         sampler: peak memory of sampling a full batch: two rows of numbers and log-probabilities per sequence,
             four rows of integers if all sequences begin at once, and the largest logit and a sum per slice of
             the vocabulary. The kernels keep no table of the vocabulary.
@@ -110,9 +109,6 @@ class EngineMemory:
         """Returns the additional bytes that an engine takes when parts of it wake, with a margin.
 
         Args:
-            parts: the parts that wake.
-            config: configuration of the run.
-            total: bytes of the GPU.
             measured: most bytes that an engine of the run was observed to take at once; 0 if unknown.
         """
         weights = self.weights if EnginePart.WEIGHTS in parts else 0

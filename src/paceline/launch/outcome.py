@@ -15,7 +15,6 @@ class LaunchOutcome:
     """Says how a launch ended, and why.
 
     Attributes:
-        exit_code: exit code of the command.
         began: whether the run's members were started, so that its folder has records.
     """
 

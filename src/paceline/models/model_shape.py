@@ -102,7 +102,6 @@ class LatentShape:
         kv_rank: rank of the latent vector from which keys and values are computed.
         rope: size of the part with positions in queries and keys; all heads share the key's.
         nope: size of the part without positions.
-        value: size of a value.
     """
 
     num_heads: int
@@ -200,7 +199,6 @@ class ModelShape:
         clamps_mlp: whether an MLP keeps its clamped halves, too.
         has_all_biases: whether all projections, routers and experts have biases, not only queries, keys and
             values.
-        num_heads: number of query heads.
         latent: DeepSeek's attention; None for the usual one.
     """
 

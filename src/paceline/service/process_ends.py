@@ -26,7 +26,6 @@ class ProcessEnd:
         name: name of the process, as in run.json.
         outcome: "killed by SIGSEGV", or its exit code.
         step: the run's step at that time; 0 before the first.
-        restarts: whether the launcher restarts it.
     """
 
     time: float

@@ -45,7 +45,6 @@ def before_and_after(name: str, values: Sequence[float]) -> tuple[float, float, 
     by chance.
 
     Args:
-        name: name of the metric.
         values: the metric's values by step; at least one.
     """
     count = max(1, min(_MEAN_OF, len(values) // 2)) if name == TRAIN_REWARD else 1

@@ -67,7 +67,6 @@ def layouts(config: RunConfig, machine: Machine, **tokens: int | None) -> list[L
     If the file assigns the GPUs, there is only that layout.
 
     Args:
-        machine: a machine with GPUs.
         tokens: `prompt_tokens` and `response_tokens` of `StepTime.of`.
 
     Raises:
@@ -112,7 +111,6 @@ def faster_with_bound(
     """Returns the best layout of the same run with `barrier.max_staleness: 1`, if it is clearly faster.
 
     Args:
-        machine: a machine with GPUs.
         than: the estimate of the layout that the run would take.
         tokens: `prompt_tokens` and `response_tokens` of `StepTime.of`.
     """

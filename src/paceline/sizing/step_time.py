@@ -55,7 +55,6 @@ class StepTime:
     Attributes:
         generation: time from the first prompt to the last answer.
         scoring: old log-probs, reference log-probs, values.
-        update: update of the policy, and of the critic.
         weights: the push, and the turns on shared GPUs.
         num_tokens: number of tokens of the batch, prompts and answers.
         num_gpus: number of GPUs that learner and engines use.

@@ -100,7 +100,6 @@ def model_folder(place: str, *, weights: bool) -> Path:
     """Returns the local snapshot of a model; fetches missing files.
 
     Args:
-        place: a name of the hub.
         weights: whether to fetch weights, too.
 
     Raises:

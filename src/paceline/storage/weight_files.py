@@ -34,7 +34,6 @@ def require_plain_weights(folder: Path, *, dequantises: bool = False) -> None:
     """Refuses a quantised model; every service that loads one calls it first.
 
     Args:
-        folder: folder of the model.
         dequantises: accept block FP8 and MXFP4, which the caller dequantises.
 
     Raises:

@@ -122,7 +122,6 @@ class CopyKernel:
     """Copies and casts between matrices on one device.
 
     Args:
-        tables: the copies.
         device: the device of all of them.
     """
 

@@ -20,8 +20,6 @@ def to_proto(record: Any, kind: Callable[..., M], *, without: Collection[str] = 
     """Makes a protobuf message from a record's fields.
 
     Args:
-        record: an instance of a dataclass.
-        kind: the message's class.
         without: fields that the message does not have.
         converted: values that differ from the record's, by the message's field.
     """
@@ -35,7 +33,6 @@ def from_proto(message: Any, kind: Callable[..., R], **converted: Any) -> R:
 
     Args:
         message: a message that has the record's fields, apart from `converted`.
-        kind: the dataclass.
         converted: values that differ from the message's, by the record's field.
     """
     record: Any = kind

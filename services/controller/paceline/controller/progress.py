@@ -37,9 +37,7 @@ class Progress:
 
     Attributes:
         phase_began: monotonic time at which the phase began.
-        policy: the committed policy.
         admitted, wanted: trajectories of the collection in progress.
-        metrics: metrics of the last step.
         stop_reason: why the run must end after the step in progress; "" if it need not.
         lr_scale: scale of the learning rates from the next step on, as set by a client; None if not set.
     """

@@ -25,8 +25,6 @@ class StepInProgress:
     Attributes:
         phase: the last phase that the step reached.
         policy: the policy that its prompts were dispatched for, as text; "" before the dispatch.
-        prompts: the prompts of its first dispatch.
-        purposes: the purposes of that dispatch.
         samplings: digests of the requests of further samplings, by number.
         digest: digest of the batch, once the batch is complete.
         trained: whether the learner has answered.

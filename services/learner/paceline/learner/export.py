@@ -41,7 +41,6 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
 
     Args:
         run_dir: directory of the run; its config.resolved.yaml names the model that the run started from.
-        step: step of a complete checkpoint.
         out: new or empty folder.
         dtype: data type of the weights written; None for the run's model.dtype.
 

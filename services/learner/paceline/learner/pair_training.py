@@ -216,11 +216,9 @@ def take_steps(
     """Takes all steps, or those left of an interrupted training; every rank calls it.
 
     Args:
-        config: configuration of the training.
         tuner: tuner at the starting weights.
         num_pairs: number of pairs to draw batches from.
         take_step: takes step `number` on the pairs with these indices; returns a report line.
-        name: name of the section.
 
     Returns:
         The checkpoints, to be removed once the model is written.
@@ -270,8 +268,6 @@ def cut(
 
     Args:
         lengths: lengths of the pairs; a pair's rows stay in one micro-batch.
-        make_rows: makes the rows of the pair with an index.
-        network: the network that computes them.
         token_budget: most tokens of a micro-batch on each rank; fewer on a CPU.
     """
     longest = max(length.num_tokens for length in lengths)
@@ -307,7 +303,6 @@ def write_policy(
     """Writes the trained policy as a model folder; adapters are merged, and also written to ADAPTERS.
 
     Args:
-        config: configuration of the training.
         ranks: the group; every rank calls it.
         key: the configuration key that names `output`.
     """
@@ -337,7 +332,6 @@ def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> Non
     """Writes a folder next to `out`, then replaces `out` by it.
 
     Args:
-        write: writes the new folder.
         key: the configuration key that names `out`.
 
     Raises:

@@ -59,7 +59,6 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """Answers the controller's calls to the learner.
 
     Args:
-        queue: queue of the command loop.
         on_change: called when the state changes.
 
     """

@@ -70,7 +70,6 @@ class ConsumerOptions:
         lease_s: silence after which another reward service takes over the entries that this one has taken.
         max_stream_length: the scored mailbox's bound; writing waits above it.
         room_timeout_s: longest time in seconds that writing may wait.
-        max_entries: largest batch.
         save_texts: whether the responses' texts are stored beside their arrays.
         max_deliveries: deliveries after which an error that might have passed is the trajectory's score.
         reports_beside: whether scores of held-out prompts go to the mailbox of validations beside training.

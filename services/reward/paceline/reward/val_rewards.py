@@ -21,7 +21,6 @@ class RewardBySet:
     """A `Scorer` that scores each item by the reward of its set; items of other sets by the run's reward.
 
     Args:
-        general: the run's reward.
         of_sets: the rewards of sets of data.val_sets, by set.
     """
 

@@ -53,7 +53,6 @@ class Admission:
     """Decides which deliveries are worth an attempt.
 
     Args:
-        run_id: id of the only run that is served.
         policy: the policy that groups are drawn from.
         max_staleness: how many versions older than `policy` a group's policy may be.
         server_id: id of this server, the sender of refusals.

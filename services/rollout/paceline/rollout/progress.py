@@ -129,7 +129,6 @@ class ResumableDraws:
 
         Args:
             requests: one per sample of the group.
-            policy: the engine's policy.
 
         Raises:
             HandedOverError: this server leaves; the group's tokens are saved.

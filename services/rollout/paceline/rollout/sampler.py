@@ -50,7 +50,6 @@ class Sampler:
     """Owns the mailbox of prompts and the engine's work under way.
 
     Args:
-        server_id: this server's name in trajectories.
         incarnation: differs after each restart of the server.
         spawn: starts a task whose failure ends the service.
         episodes: draws episodes of several turns; None if the run has none.

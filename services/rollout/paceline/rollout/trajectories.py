@@ -34,7 +34,6 @@ def sample_requests(
     Args:
         serial: differs between deliveries, because a group may come again while its first delivery is under
             way.
-        images: the group's images, with their pixels.
         salt: requests share cached prefixes only with the same salt; "": the policy that the group needs.
     """
     salt, prompt = salt or str(group.policy), group.prompt_token_ids.tolist()
@@ -85,7 +84,6 @@ def trajectory_messages(
 
     Args:
         together: make one message with all headers and blobs, for scorers that score the samples together.
-        server_id: this server's name in the run.
         draw: differs between all draws under this server's name, those of its predecessors included, so that
             the blobs of one draw never replace those of another.
         seconds: time that the engine took for the group.

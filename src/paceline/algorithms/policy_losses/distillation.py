@@ -29,7 +29,6 @@ def distill(
 
     Args:
         inputs: top_k and mask are read; log-probs for `ppo_kl`.
-        kl: the divergence.
         beta: jsd: the teacher's share of the mixture, in (0, 1).
 
     Returns:

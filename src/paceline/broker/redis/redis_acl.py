@@ -17,8 +17,6 @@ def acl_line(user: str, password: str, *, keys: str = "paceline:*") -> str:
     """Writes a line of Redis' ACL file, with the password's hash.
 
     Args:
-        user: name of the user.
-        password: the password in plain text.
         keys: pattern of the keys that the user may use; `names.prefix(run_id)` with a star for only one run.
     """
     return f"user {user} on #{_digest(password)} {rules(keys)}"

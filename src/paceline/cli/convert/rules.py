@@ -152,7 +152,6 @@ def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) ->
     """Returns a function that converts the type of an optimizer.
 
     Args:
-        ours: our section of the optimizer.
         exact: the other program's names of AdamW with averages in float32.
         compact: its names of AdamW with averages in 8 bits.
     """

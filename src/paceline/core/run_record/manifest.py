@@ -22,10 +22,6 @@ def manifest_text(fields: Mapping[str, Any]) -> str:
 def manifest_fields(text: str | bytes, *, origin: object) -> dict[str, Any]:
     """Reads the fields that `manifest_text` wrote.
 
-    Args:
-        text: the file's content.
-        origin: the file, for the error.
-
     Raises:
         CheckpointError: the text is incomplete or changed, or has another schema.
     """

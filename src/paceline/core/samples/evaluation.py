@@ -58,7 +58,6 @@ class EvaluationResult:
         num_prompts: prompts with at least one scored answer.
         num_missing: prompts of the set without a scored answer, because they are too long or were dropped.
         num_samples: answers per prompt.
-        reward: mean reward.
         right: share of right answers, avg@n with n = num_samples.
         pass_at: by k, the probability that one of k answers is right (arXiv:2107.03374, eq. 1).
         majority_at: by k, the probability that the most frequent final answer of k is right; empty if no

@@ -69,7 +69,6 @@ def joined_choices(parts: Sequence[ChoiceArray | None], lengths: Sequence[int]) 
 
     Args:
         parts: by part, the choices of at most `lengths` tokens, or None.
-        lengths: tokens of each part.
     """
     like = next((part for part in parts if part is not None), None)
     if like is None:

@@ -54,7 +54,6 @@ class ImageSpec:
     """What a model's configuration says about images.
 
     Attributes:
-        token_id: token id of the placeholder.
         merge_size: number of patches along height, and along width, that one token stands for.
         width: numbers per patch.
     """

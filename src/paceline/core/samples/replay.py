@@ -19,7 +19,6 @@ class TrainedGroup:
     """A prompt group that a step trained for the first time.
 
     Attributes:
-        num_rows: number of its trajectories.
         oldest_version: the oldest version that sampled one of its tokens.
     """
 

@@ -33,10 +33,6 @@ def as_verl_calls(function: Callable[..., object], takes_truth: bool) -> Callabl
     """Adapts a function of verl's form to ours: `f(response, ground_truth, **extra)`.
 
     Of a returned dict, the numbers and truth values are kept; of a sequence, the first value.
-
-    Args:
-        function: function of verl's form.
-        takes_truth: whether it takes `ground_truth`.
     """
 
     def call(response: str, ground_truth: str, **extra: object) -> object:
@@ -63,10 +59,6 @@ def as_trl_calls(
 
     It gets the rows' columns and the ground truths as lists. A returned None counts as 0, because TRL's sum
     leaves it out.
-
-    Args:
-        function: function of TRL's form.
-        parameters: parameters of its signature.
     """
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = {

@@ -102,7 +102,6 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
 
     Args:
         reference: its name in errors.
-        function: the object.
 
     Raises:
         ConfigError: it cannot be called with a response and a ground truth; the message says how to write it.
@@ -189,7 +188,6 @@ def inspect_group_function(reference: str, function: object) -> RewardFunction:
 
     Args:
         reference: its name in errors.
-        function: the object.
 
     Raises:
         ConfigError: it cannot be called with a list of items alone; the message says how to write it.

@@ -87,10 +87,7 @@ class _Rows:
     """The rows of a set that are read.
 
     Attributes:
-        stored: the rows of its files.
         count: number of rows to read, from the first on.
-        first_id: the id of the first row.
-        order_by: the column that orders them.
     """
 
     files: Sequence[Path]
@@ -106,7 +103,6 @@ class PromptReader:
     """Reads sets of prompts: tokenizes their rows, or uses tokens cached by an earlier run.
 
     Attributes:
-        folder: folder of the model.
         images: reader of the images of `data.image_key`.
         tokenizer_digest: digest of the tokenizer's files; without one, tokens are not cached.
         tell: called with a message when many rows are read, and every few seconds while they are tokenized.
@@ -145,7 +141,6 @@ class PromptReader:
 
         Args:
             of: the set; a held-out set keeps all prompts, whatever its max_prompts.
-            first_id: the id of the first row.
 
         Raises:
             DataError: a file or column is missing, a row is unusable, a prompt is too long with

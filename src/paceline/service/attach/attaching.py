@@ -42,7 +42,6 @@ class ClientOptions:
     """Says where and how a client attaches.
 
     Args:
-        hello: its first message.
         peer: the gateway's name for messages.
         patience_s: how long to try to reach a gateway that does not answer.
     """

@@ -72,7 +72,6 @@ class Command:
     Args:
         words: absolute path and arguments.
         files: name and text of files to write into its working directory, /tmp.
-        stdin: its standard input.
         read_only: folders that it can read besides the system's and Python's.
         limits: limits of what it may use.
     """

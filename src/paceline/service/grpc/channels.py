@@ -101,8 +101,6 @@ async def call(
     """Makes one unary call with a deadline.
 
     Args:
-        method: method of a generated stub.
-        timeout_s: the deadline in seconds.
         phase: what is being done, for the error's message.
         peer: member id of the service that is called, for the error's message.
         wait_for_ready: wait for a peer that is not up yet, until the deadline, instead of failing at once.

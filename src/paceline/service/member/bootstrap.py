@@ -57,7 +57,6 @@ class MemberOptions:
     """A member's command line; credentials come from the environment, the rest from the controller.
 
     Attributes:
-        host: address to listen on.
         advertise: address that others use; "": `host`, or if that is a wildcard, the address on the route to
             the controller.
         data_host: address for weights and for traffic between learner ranks; "": `host`.
@@ -119,7 +118,6 @@ class MemberSession:
     """A process's membership in the fleet.
 
     Args:
-        options: the command line.
         kind: what the member does.
         num_ranks: its number of ranks in the weight group.
 

@@ -26,7 +26,6 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
 
     Args:
         host: address of this machine to listen on.
-        port: port to listen on.
         tls: certificate files; None: plain text.
         asks_callers: over TLS, require of every caller a certificate of the same authority.
 

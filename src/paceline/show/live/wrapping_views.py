@@ -49,11 +49,7 @@ class WatchedView:
 
 
 class ExpectingView:
-    """Wraps a view and adds a notice after the first warm steps.
-
-    Args:
-        expectation: expectation of the run's steps.
-    """
+    """Wraps a view and adds a notice after the first warm steps."""
 
     def __init__(self, view: View, expectation: Expectation) -> None:
         self._view, self._expectation = view, expectation

@@ -32,7 +32,6 @@ class Sink:
     """The trackers of a run.
 
     Args:
-        names: names of the trackers.
         say: tells the user that a tracker failed.
         max_waiting: how many jobs may be queued before `step` waits; 0: any number, for runs, which never
             wait.

@@ -33,7 +33,6 @@ class LearnerMemory:
     Args:
         shape: shape of the policy, and of a critic if it is in use.
         num_shards: ranks that share one copy of weights and optimizer.
-        bytes_per_number: bytes per number in the forward pass.
         bytes_per_gradient: bytes per number of the type in which gradients are summed.
         num_tokens: number of tokens of a micro-batch on a rank, with the patches of its images.
         context: ranks that share the tokens of a micro-batch; each computes all of its images.
@@ -87,7 +86,6 @@ class LearnerMemory:
         """Plans the memory of a run; micro-batches are assumed to be as large as its settings allow.
 
         Args:
-            shape: shape of the policy.
             totals: bytes of the GPUs whose size is known.
         """
         actor = config.with_compile(on_gpu=True).actor

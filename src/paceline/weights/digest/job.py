@@ -118,8 +118,6 @@ class DigestJob:
     A job keeps addresses, so it is valid only as long as the parts' storage stays where it is.
 
     Args:
-        parts: the parts to digest.
-        num_outputs: number of sums.
         dtype: element type on the wire, to which values are cast first.
         are_received: as in `TensorDigester.add`.
     """

@@ -65,7 +65,6 @@ class Cover:
 
     Attributes:
         sharding: what the sources hold.
-        needs: what is covered.
         region: how each need is cut, (needs,): the number of its rows, see `rows_of`.
         boxes: the distinct boxes of all rows.
         box, part: each row's box, and index of the source's part among those of the tensor's kind, (rows,).

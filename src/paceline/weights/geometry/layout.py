@@ -27,7 +27,6 @@ class TensorSlice:
 
     Attributes:
         name: the tensor's name in the Hugging Face state dict.
-        global_shape: shape of the unsharded tensor.
         box: the part that a learner rank holds or a rollout rank needs, in global indices.
         param: the rank's own name of the parameter that contains the part (`...qkv_proj.weight`); the suffix
             `parameters.TRANSPOSED` says that its last two dimensions are swapped.

@@ -25,7 +25,6 @@ class Views:
     """Describes views of tensors, one per row of the columns.
 
     Attributes:
-        tensors: the tensors.
         tensor: index of each view's tensor, (views,).
         offset: index of the view's first element in its tensor's storage, (views,).
         shape, stride: extents and strides in elements, (views, dims).

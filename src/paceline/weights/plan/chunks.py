@@ -20,7 +20,6 @@ class Chunks:
         start, shape: first index and extents of the chunk within that box, (chunks, dims).
         offset: the chunk's first element within its message.
         first: first chunk of each message, followed by the number of chunks, (messages + 1,).
-        sizes: elements of each message.
     """
 
     item: IntArray

@@ -137,7 +137,6 @@ class Flows:
 
     Attributes:
         sets: groups of needs (indices) that the same classes have.
-        flows: the flows.
     """
 
     demand: Demand

@@ -98,7 +98,6 @@ class ParameterPlaces:
     """Where pieces lie in a rank's parameters, as columns.
 
     Attributes:
-        names: the distinct parameters.
         name: index of each piece's parameter in `names`.
         start, shape: first index and extents in that parameter, (pieces, dims).
     """

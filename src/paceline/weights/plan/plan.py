@@ -67,7 +67,6 @@ class TransferPlan:
     same order: learner by learner.
 
     Attributes:
-        flows: all flows.
         sizes: largest number of elements in a chunk of each flow.
         layouts: a digest of all layouts.
         nodes: a number for each rank of the group; equal for ranks of one node.

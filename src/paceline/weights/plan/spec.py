@@ -34,7 +34,6 @@ class WeightGroupSpec:
         backend: "gloo" or "nccl".
         store_host, store_port: where learner rank 0 listens for the rendezvous.
         learner_layouts: layouts of the learner ranks, kept as a `Sharding`.
-        rollout_layouts: layouts of the rollout ranks.
         wire_dtype: element type on the wire; must be that of the rollout ranks' parameters.
         round_bytes: most bytes that a rank packs or receives in a round; each side stages two rounds.
         shared: whether learner ranks stand in for the rollout ranks at their places.

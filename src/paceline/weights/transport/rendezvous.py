@@ -117,7 +117,6 @@ class Abandonment:
 
     Args:
         store: the store at which the epoch's ranks meet.
-        epoch: epoch of the group.
     """
 
     def __init__(self, store: Store, epoch: int) -> None:
@@ -166,9 +165,6 @@ def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) ->
     """Cancels the join or push of an epoch, from any thread or process.
 
     Args:
-        host: host of the rendezvous store.
-        port: port of the rendezvous store.
-        epoch: epoch of the group.
         lost: the member that went away.
         timeout_s: longest time to wait for the store.
     """

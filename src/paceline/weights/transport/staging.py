@@ -39,7 +39,6 @@ class StagingLayout:
         places: where the rank's pieces lie in its parameters, round by round.
         at: offset of each piece in its round's slot, (pieces,).
         bounds: first piece of each round, followed by the number of pieces, (rounds + 1,).
-        slot_sizes: size of each slot.
     """
 
     sends: Sequence[Sequence[Slice]]

@@ -64,7 +64,6 @@ class Barrier:
         commits: the digests of committed versions, if versions later than `policy` may have sampled, too.
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
-        prompts: the ids of the prompts.
         prompt_counts: counts of single prompts, which replace `counts`.
 
     Raises:

@@ -50,7 +50,6 @@ class Batch:
 
     Attributes:
         samples: headers of the groups to train, in (prompt id, sample index) order.
-        num_groups: number of requested groups.
         beside: the samples of further purposes, in the same order.
         set_aside: samples of the groups that a refill set aside.
         num_extra: number of groups that a refill requested; None without a refill.
@@ -146,7 +145,6 @@ class Collector:
         beside: whether to collect a validation beside training.
 
     Attributes:
-        mailboxes: the data in the broker.
         dispatcher: sends the prompts out.
         position: the last log entry that was read.
         blob_keys: the keys of the blobs that the entries named, trained on or not, by step; steps that were

@@ -28,7 +28,6 @@ class Mailboxes:
     """Owns the streams and blobs of a run.
 
     Args:
-        broker: the broker that holds them.
         run_id: part of their names.
         own_server: whether the server was started for this run and keeps its data when it dies.
 
@@ -55,9 +54,6 @@ class Mailboxes:
 
         Mailboxes are checked in the order in which messages pass through them, so that none is missed on its
         way.
-
-        Args:
-            prompts: the mailboxes of the prompts.
         """
         stages = (
             *((stream, names.ROLLOUT_GROUP) for stream in prompts),

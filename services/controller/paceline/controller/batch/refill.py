@@ -41,7 +41,6 @@ class Refill:
     Args:
         asked: the prompt ids that the step begins with.
         max_extra: most prompts beyond them.
-        draw: draws further prompts.
         metric: the reward component that is compared; None: the reward.
     """
 

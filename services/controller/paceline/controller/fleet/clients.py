@@ -206,7 +206,6 @@ class LearnerClient(_Client):
         """Makes every rank give back the GPU memory that it only caches.
 
         Args:
-            member: the learner.
             parts: parts of an engine that wake next; ranks whose GPU has room for them keep their cache.
                 Empty: all ranks free it.
             engine_bytes: bytes of a GPU that an engine took when it was last awake; 0: not measured.

@@ -207,7 +207,6 @@ class Supervisor:
 
         Args:
             num_rollouts: servers that answer training prompts.
-            num_validators: validation servers.
 
         Raises:
             PeerLostError: a member's failure is final while others are still missing.

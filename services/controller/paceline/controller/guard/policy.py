@@ -110,7 +110,6 @@ class GuardPolicy:
     """Judges one step after another.
 
     Args:
-        config: bounds and factors.
         kl_coef: the coefficient of `fixed_kl` if the configuration names none.
     """
 

@@ -105,9 +105,6 @@ class Guard:
 
         A rollback that it asks for takes place in the next step.
 
-        Args:
-            of_step: the step's metrics.
-
         Returns:
             Why the run must end, "" if it goes on; and the metrics that change.
         """

@@ -21,7 +21,6 @@ class MemberLossBackoff:
         """Notes a loss; returns the seconds to wait before the next attempt, or None if the run must end.
 
         Args:
-            finished: the last finished step.
             now: monotonic time.
         """
         if finished > self._finished or self._count < 0:

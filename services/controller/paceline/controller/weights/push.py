@@ -32,7 +32,6 @@ class Candidate:
     Attributes:
         servers: the servers whose digest equals the learner's.
         began: monotonic time at which the push began.
-        metrics: metrics of the transfer.
     """
 
     policy: PolicyTag

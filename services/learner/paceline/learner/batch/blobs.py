@@ -63,7 +63,6 @@ def fetch_rows(
         rows: rows of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
         policy: policy that must have sampled the rows; with `newest`, the oldest policy allowed.
-        vocab_size: size of the model's vocabulary.
         images: images that the model takes; None: it takes none.
         newest: newest version that tokens may have; None: all must be from `policy`.
         replay: which rows may be trained again; None: no replay, all rows are of `policy`.

@@ -27,7 +27,6 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
     """Packs rows in the given order; returns a filler micro-batch if there are no rows.
 
     Args:
-        rows: rows of one rank.
         share_prompts: neighbouring rows with the same prompt have one copy of it.
     """
     sources = tuple(rows)
@@ -83,9 +82,7 @@ class _Layout:
 
     Attributes:
         tokens, positions: one array per prompt or response.
-        lengths, prefixes: arguments of `PackedSequences.of`.
         prompt_ends, response_starts: the last token of each row's prompt, and the first of its response.
-        images: images of all prompts.
         choices: by prompt and response, the choices of experts or None, and the number of tokens.
     """
 

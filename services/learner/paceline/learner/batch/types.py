@@ -31,7 +31,6 @@ class PromptImage:
     """An image of a prompt; its tokens stand side by side in the prompt.
 
     Attributes:
-        hash: hash of pixels and grid.
         start: the place of its first token in the prompt.
         grid: (t, h, w), in patches.
         merge_size: the patches along height and along width that one token stands for.

@@ -77,7 +77,6 @@ class Manifest:
 
     Attributes:
         kl: state of the KL controller; empty if the coefficient is fixed.
-        base: frozen base of the weights.
         schedules: schedules of the learning rates, by network.
         frozen: the digests of frozen networks with weights of their own, by name.
         controller_state: the controller's own JSON.

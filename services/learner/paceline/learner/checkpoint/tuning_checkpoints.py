@@ -33,7 +33,6 @@ class TuningCheckpoints:
     """The checkpoints of one training; every rank has them and calls them at the same places.
 
     Args:
-        root: folder of the checkpoints.
         state: the tensors to save; loading writes into its tensors.
         identity: everything that determines the training's numbers, except its start.
         save_freq: steps from one checkpoint to the next; 0: none are written.
@@ -76,9 +75,6 @@ class TuningCheckpoints:
     def after(self, step: int, numbers: Mapping[str, int]) -> None:
         """Saves if a checkpoint is due after this step; the previous one is removed when the new one is
         complete.
-
-        Args:
-            step: the step that was taken.
         """
         if not self._save_freq or step % self._save_freq:
             return

@@ -61,8 +61,6 @@ class ShardWriter:
 
         Args:
             place: place of the checkpoint, the same on every rank.
-            state: this rank's part.
-            manifest: the manifest without the files.
 
         Returns:
             A future of the seconds that writing takes. The checkpoint is valid once the future is done; if

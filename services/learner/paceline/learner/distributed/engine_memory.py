@@ -76,7 +76,6 @@ def release_memory(
     Args:
         parts: parts that wake next and have no memory yet.
         needed: returns the bytes of the GPU that parts of an engine take when they wake.
-        memory: memory of this rank's GPU.
     """
     free, freed = memory.free, 0
     if not parts or free < needed(parts):

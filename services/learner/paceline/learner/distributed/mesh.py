@@ -30,8 +30,6 @@ class RankGroup:
     """Some of the learner's ranks, including this one, and collectives over them.
 
     Attributes:
-        rank: this rank's place in the group.
-        size: number of ranks.
         process_group: for other collectives over the group.
     """
 

@@ -35,7 +35,6 @@ class WeightPublisher:
 
     Args:
         model: a Hugging Face model under `fully_shard` (or not sharded at all), the same on every rank.
-        device: the device of its shards.
         host: address on which learner rank 0 listens for the rendezvous.
         advertise: address at which rollout ranks reach learner rank 0, if that is not `host`.
         exclude: names of parameters that are not part of the policy (a value head); they are not sent.

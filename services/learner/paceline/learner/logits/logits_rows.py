@@ -102,7 +102,6 @@ def gradient(
 
     Args:
         logits: the scored logits, or recomputed ones that are equal to the bit.
-        scores: scores of these rows.
         grad_log_probs: None for zeros.
         grad_entropy: None for zeros; otherwise the scores have an entropy.
         top_k: the gradient with respect to the scores' `top_k`; None for zeros.

@@ -195,7 +195,6 @@ def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig
     Args:
         out: created if it is missing.
         tensors: full tensors of A and B, by the names of parameters.
-        lora: LoRA settings of the run.
         base: name of the adapters' base model for adapter_config.json.
     """
     from safetensors.torch import save_file

@@ -106,7 +106,6 @@ def load_policy(
 
     Args:
         folder: model folder in the Hugging Face layout.
-        ranks: the ranks that shard it.
         precision: precision of computing, storing and reducing.
         random_seed: seed to draw the weights from, instead of reading them.
         lora: adapters to train; the model itself is then frozen.
@@ -158,7 +157,6 @@ def digest_of_frozen(
 
     Args:
         folder: model folder in the Hugging Face layout.
-        parameters: the frozen parameters, by name.
         random_seed: seed of the weights, if they are drawn.
     """
     shapes = {name: parameter.shape for name, parameter in parameters}

@@ -327,7 +327,6 @@ def merged(
     Args:
         base: full tensors of the base model, as in training.
         adapters: full tensors of A and B, by the names of parameters.
-        lora: LoRA settings of the run.
     """
     for name, tensor in base:
         owner = _owner(name)

@@ -23,10 +23,8 @@ def block_fp8(name: str, values: Any, scales: Any, block: tuple[int, int]) -> Ca
     """Returns a reader of rows [start, stop) of a matrix in block FP8, in float32.
 
     Args:
-        name: name of the tensor.
         values: a slice of safetensors, (rows, columns) in float8.
         scales: a slice of safetensors with a factor per block; blocks at the edges are cut off.
-        block: rows and columns of a block.
 
     Raises:
         ModelError: the number of factors differs from that of the blocks.
@@ -54,10 +52,8 @@ def mxfp4(name: str, blocks: Any, scales: Any, shape: torch.Size) -> Callable[[i
     """Returns a reader of experts [start, stop) of a stack (E, K, N) in MXFP4, in bfloat16, which is exact.
 
     Args:
-        name: name of the tensor.
         blocks: a slice of safetensors, (E, N, K / 32, 16) bytes.
         scales: a slice of safetensors, (E, N, K / 32).
-        shape: shape of the stack.
 
     Raises:
         ModelError: blocks or scales do not fit the shape.

@@ -35,11 +35,7 @@ Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
 
 
 class Planner:
-    """Plans a step, or a chunk of it.
-
-    Attributes:
-        arithmetic: arithmetic of the policy.
-    """
+    """Plans a step, or a chunk of it."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner

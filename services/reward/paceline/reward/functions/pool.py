@@ -62,7 +62,6 @@ class FunctionPool:
         max_processes: largest number of processes; None: `num_processes`.
         timeout_s: longest time in seconds that all functions together may take for an item or a group.
         idle_s: time without work after which a further process ends.
-        limits: resource limits of a process.
         seed: determines the processes' random numbers, which differ between processes; None: not fixed.
 
     Raises:

@@ -34,11 +34,6 @@ def combine(
 ) -> tuple[float, dict[str, float]]:
     """Returns the weighted sum over the functions, and all components.
 
-    Args:
-        functions: the functions, in order.
-        returned: the value that each function returned.
-        item: the scored item.
-
     Raises:
         RewardError: a returned value is refused (see `check_value`), or the weighted sum overflows.
     """

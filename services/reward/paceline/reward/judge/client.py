@@ -15,8 +15,6 @@ class JudgeOptions:
     """How a judge is asked.
 
     Args:
-        server: the server and how it is called.
-        model: name of the model on its server.
         max_tokens, temperature: sampling options of its answer.
     """
 

@@ -49,7 +49,6 @@ class GradePattern:
 
     Args:
         pattern: a regular expression. The first group of its last match is the grade, a number or a word.
-        words: the number for each word.
 
     Raises:
         ConfigError: the pattern is not a regular expression, or has no group.

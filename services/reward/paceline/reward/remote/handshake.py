@@ -25,7 +25,6 @@ class Handshake:
 
     Args:
         peer: the service, in messages.
-        shape: requirements of the configuration.
         timeout_s: deadline of a call.
     """
 

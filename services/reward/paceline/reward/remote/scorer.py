@@ -52,12 +52,10 @@ class RemoteScorerOptions:
     """How a remote scorer is called.
 
     Args:
-        name: the name of its component.
         address: host:port.
         shape: how the service's rewards enter the sum.
         timeout_s: deadline of one call.
         retry_for_s: for how long after an item's arrival further calls for it may begin.
-        max_items_per_call: most items of a call.
         concurrency: calls at once.
         max_message_bytes: largest message; calls are cut to stay below it.
         credentials: the token, if the service asks for one, and the files for TLS.

@@ -18,7 +18,6 @@ class Shape:
     """A scorer's place in the sum.
 
     Args:
-        weight: the factor of its value.
         minimum, maximum: the bounds to which its value is clipped before weighting; None: no bound.
         data_sources: the data sources that the scorer scores; empty: all.
         where: by column, the allowed values, as text.

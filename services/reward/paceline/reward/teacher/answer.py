@@ -21,7 +21,6 @@ def read_top_k(content: bytes, token_ids: Sequence[int], wanted: Sequence[int], 
     own token if it is not among them.
 
     Args:
-        content: the answer.
         token_ids: the sequence that was sent.
         wanted: places in it, in ascending order, without the first.
         top_k: K.

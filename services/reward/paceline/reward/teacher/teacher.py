@@ -30,7 +30,6 @@ class Teacher:
     """Gets a teacher's likeliest tokens of samples.
 
     Args:
-        config: the teacher and how it is asked.
         tokens: what it is compared with before it is asked.
         notify: sends a message to all who follow the run.
     """

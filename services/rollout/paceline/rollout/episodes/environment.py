@@ -21,7 +21,6 @@ class EpisodeTask:
     """What an episode is about.
 
     Attributes:
-        trajectory_id: trajectory id of the sample.
         attempt: increases with every opening of the same episode.
         task: the prompt's row, plain data.
         task_seed: equal in a prompt group, so that all of its episodes begin alike.

@@ -48,7 +48,6 @@ class Episodes:
     """Draws prompt groups as episodes.
 
     Args:
-        engine: decodes the turns.
         environment: answers the turns; whoever started it closes it.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.

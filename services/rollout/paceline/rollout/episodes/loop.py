@@ -81,10 +81,7 @@ async def run_episode(
     """Runs one attempt at an episode.
 
     Args:
-        group, index: the prompt group, and the sample's index in it.
         session: opened and closed here, or abandoned if anything fails.
-        generate: the engine.
-        slot: slot of this sample.
         serial: differs between attempts.
 
     Raises:

@@ -57,8 +57,6 @@ async def play_episode(
     """Plays an episode of at most 8 turns.
 
     Args:
-        prompt: a prompt with messages.
-        environment: an environment that was started.
         stop_token_ids: tokens that end a turn.
         drives: whether the environment drives the episode.
 

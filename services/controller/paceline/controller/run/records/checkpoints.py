@@ -39,7 +39,6 @@ class ControllerState:
 
     Attributes:
         policy: the committed policy, whose weights the checkpoint has, as text; "" in old checkpoints.
-        guard: the state of the guard's policy.
         good: whether a rollback may return to these weights.
         metrics: the step's metrics up to its checkpoint, with which the step can be finished.
         unsure: the first step whose validation beside training is not judged, or requires a rollback that is

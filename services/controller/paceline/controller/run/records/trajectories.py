@@ -36,7 +36,6 @@ class TrajectoryFile:
 
     Args:
         path: the file; replaced once it is complete.
-        prompts: prompts by id, for their texts.
         sets: the name of each prompt's held-out set, by prompt id.
         with_tokens: also write token ids, and the log-probs of engine and learner.
         with_choices: also write the digest of the engine's choices of experts.

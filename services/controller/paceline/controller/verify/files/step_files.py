@@ -26,12 +26,7 @@ _COUNTS_PROMPTS = re.compile(r"val/([^/]+/)?num_prompts")
 
 
 class StepFiles:
-    """Checks the files of steps, one step after another.
-
-    Args:
-        run_dir: the run's directory.
-        metrics: the lines of metrics.jsonl.
-    """
+    """Checks the files of steps, one step after another."""
 
     def __init__(self, run_dir: Path, metrics: MetricsLines, findings: Findings) -> None:
         self._folder, self._metrics, self._findings = run_dir / "trajectories", metrics, findings

@@ -52,7 +52,6 @@ class FileCheck:
     """Checks one of the trajectory files.
 
     Args:
-        run_id, policy: run and policy of its trajectories.
         shapes: how components make up the reward; None if not known.
         own_shapes: shapes of single prompts; empty if not known.
         recomputes: whether blobs can be rebuilt, because the messages have this version's schema.
@@ -62,7 +61,6 @@ class FileCheck:
         components: the components of each row, in order.
         num_sampled: number of sampled tokens of each row.
         num_recomputed: number of rows whose digest was recomputed.
-        num_without_tokens: number of rows without tokens.
         can_recompute: whether the file has all parts of blobs.
     """
 

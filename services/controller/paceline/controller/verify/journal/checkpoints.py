@@ -17,11 +17,7 @@ class WrittenCheckpoints:
         self.by_step: dict[int, JournalEntry] = {}
 
     def write(self, entry: JournalEntry, newest: int) -> None:
-        """Takes a written checkpoint, whose version must be committed.
-
-        Args:
-            newest: the newest committed version.
-        """
+        """Takes a written checkpoint, whose version must be committed."""
         number = int(entry["step"])
         if number > newest:
             self._findings.add(

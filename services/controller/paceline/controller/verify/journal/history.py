@@ -60,11 +60,9 @@ class History:
         on_validated: called with each validation beside training that is over.
 
     Attributes:
-        versions: the committed versions.
         steps: the finished steps that no rewind made void.
         finished: the last finished step; -1 before step 0, the start.
         validations: the validations between steps and beside training.
-        checkpoints: the written checkpoints.
         ended: the last event, if it is the end of the run.
     """
 

@@ -69,12 +69,10 @@ class ValidationCheck:
     """The answers of one validation.
 
     Args:
-        entry: the event `validate`.
         term: the settings with which it was made.
         before: the same validation before it began again, perhaps in an earlier term.
 
     Attributes:
-        sets: the requested sets.
         saved: the event of the file of answers, of a validation beside training.
     """
 

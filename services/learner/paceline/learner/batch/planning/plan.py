@@ -148,7 +148,6 @@ def plan_chunk(
         first_row: place of the chunk's first row in the step's batch.
         num_data_ranks: ranks that get different rows.
         token_budget: most tokens of one micro-batch.
-        arithmetic: arithmetic of the policy.
         share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
 
     Raises:

@@ -169,7 +169,6 @@ def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
     """Counts the parameters that one token uses: of the experts, only those that it is sent to.
 
     Args:
-        config: configuration of the model.
         trained: count trained parameters; else frozen ones.
     """
     per_token = getattr(config, "num_experts_per_tok", None)

@@ -145,7 +145,6 @@ def attend(
         q: (T, H, D).
         k: (K, G, D), G dividing H.
         v: (K, G, E).
-        lengths: lengths of the sequences.
         scaling: scaling of the scores; None is D ** -0.5.
         window: number of tokens that a token sees, itself included; None for all before it.
         softcap: c, if scores become c tanh(scores / c); only where `has_softcap`.

@@ -92,7 +92,6 @@ def give_choices(replaying: Routers, choices: Tensor | None, num_tokens: int, st
     """Gives each router the choices of the next pass; its backward pass still reads them.
 
     Args:
-        replaying: the routers.
         choices: (T, L, K) on the host; None if no token has any.
         num_tokens: tokens of this rank in the pass; those behind the T have no choices.
         start: the first of them among the T.

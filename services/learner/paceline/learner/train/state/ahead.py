@@ -137,7 +137,6 @@ class WorkAhead:
         """Returns the gradient begun for a batch's first mini-batch, if the loss still reads the same values.
 
         Args:
-            chunks: chunks of the mini-batch.
             parts: this rank's micro-batches of the mini-batch.
         """
         gradient = self._gradient

@@ -41,9 +41,6 @@ class HostShards:
     """Keeps this rank's shards of a network in host memory, and on its device within `present`.
 
     Storages on the device are emptied and refilled. The tensors stay, and so does FSDP's state.
-
-    Args:
-        network: a sharded, loaded network.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -33,7 +33,6 @@ class Muon:
     Args:
         parameters: matrices, complete or sharded by rows.
         momentum: decay of the gradient's average.
-        weight_decay: decoupled weight decay.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, momentum: float, weight_decay: float) -> None:
@@ -66,11 +65,7 @@ class Muon:
 
 
 class Sharing:
-    """The ranks that share matrices by rows, as split by torch.chunk.
-
-    Args:
-        parameter: one of the matrices.
-    """
+    """The ranks that share matrices by rows, as split by torch.chunk."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.size, self._rank, self._group = 1, 0, None
@@ -83,7 +78,6 @@ class Sharing:
         """Returns this rank's rows of the steps of at most one matrix per rank.
 
         Args:
-            matrices: the parameters.
             updates: (R, C) each, this rank's rows.
         """
         if self._group is None:

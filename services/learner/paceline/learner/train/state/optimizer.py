@@ -100,9 +100,6 @@ class Optimizer:
 
     Args:
         network: a sharded network; its backward pass leaves the gradients.
-        betas: betas of the two averages.
-        eps: epsilon of AdamW.
-        weight_decay: decoupled weight decay.
         muon_momentum: momentum of Muon on the layers' matrices; None: AdamW on all parameters.
         compact: whether the matrices' averages have 8 bits; not with Muon.
         grad_clip: largest global norm of the gradient.
@@ -166,7 +163,6 @@ class Optimizer:
         """Clips the gradient and takes a step; always clears the gradients. Every rank calls it.
 
         Args:
-            lr: the learning rate.
             loss_is_finite: whether the mini-batch's loss over all ranks is finite.
             veto: called with the gradient's norm if all is finite; returns why to skip the step, or "".
         """

@@ -33,7 +33,6 @@ class UpdateGuard:
     """Judges the optimizer steps of one training step and keeps their readings.
 
     Args:
-        config: the rules.
         histories: running medians, which outlive the step.
     """
 

@@ -106,9 +106,6 @@ class Link:
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Reply]:
         """Calls a method on every rank; returns the replies by rank.
 
-        Args:
-            timeout_s: deadline of the ranks.
-
         Raises:
             DeadlineError: the engine did not answer; or a rank reports that a peer did not.
             PeerLostError: the engine died; or a rank reports that a peer did.

@@ -22,7 +22,6 @@ def load_full(
     """Returns a function that loads full tensors, named as in a live Hugging Face model, into `model`.
 
     Args:
-        model: SGLang's live model.
         model_type: as in the model's config.json.
         reload: loads checkpoint tensors and takes SGLang's steps after loading; by default the model's
             `load_weights`.

@@ -21,7 +21,6 @@ async def call_workers(llm: Any, method: str, args: tuple[Any, ...], timeout_s: 
     """Returns every rank's reply, by rank.
 
     Args:
-        llm: vLLM's AsyncLLM.
         args: plain values (int, float, str, bytes, list, dict).
         timeout_s: deadline of the workers.
 

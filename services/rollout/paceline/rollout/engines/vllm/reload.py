@@ -27,7 +27,6 @@ class Reloader:
     """Loads a complete set of full tensors into a live model; after a failure it restores the loader's state.
 
     Args:
-        model: the live model.
         reload: vLLM's loading of checkpoint tensors in place; it must call `model.load_weights` once.
         finish: vLLM's end of a reload: puts every layer's parameters back and forgets the collected weights.
         model_type: as in the model's config.json.

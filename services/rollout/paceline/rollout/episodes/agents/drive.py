@@ -52,7 +52,6 @@ async def drive_episode(group: PromptGroup, index: int, session: DrivenSession, 
     """Lets an agent lead an episode to its end.
 
     Args:
-        group, index: the prompt group, and the sample's index in it.
         session: opened, run and closed here, or abandoned if anything fails.
         driven: the server's side.
 

@@ -51,8 +51,6 @@ class PendingRequest:
     """A request that waits for its answer.
 
     Attributes:
-        request: the parsed body.
-        digest: digest of the body.
         is_repeated: whether the client marks the request as repeated.
     """
 
@@ -123,7 +121,6 @@ class AgentEndpoint:
     Args:
         host, port: address to listen on; port 0 takes any free port.
         advertise: the address or name under which agents reach it.
-        model: name of the policy.
         tls: TLS files for https; None: http.
     """
 

@@ -129,11 +129,7 @@ class Collection:
             self.prompts.add(prompt)
 
     def close(self, entry: JournalEntry) -> list[int]:
-        """Returns the prompts that are trained on, ascending; notes prompts whose end the journal lacks.
-
-        Args:
-            entry: the `batch` event.
-        """
+        """Returns the prompts that are trained on, ascending; notes prompts whose end the journal lacks."""
         trained = sorted(self.prompts - self._left_out.keys())
         first = len(self.wanted.prompts)
         if len(trained) > first:

@@ -52,11 +52,9 @@ class StepHistory:
         before: the admissions before the controller restarted, by trajectory.
         term: the settings with which its batch was made; None without a batch.
         rows: the rows of the last batch.
-        metrics: the expected metrics of the step.
         num_again: number of rows of the last batch that were trained before.
         num_dropped: number of prompts that the last collection dropped.
         shapes: how scorers enter the reward; None if this changed between the terms of its collection.
-        validation: the validation that followed the step.
         saved: events of the files of its trajectories, by name.
     """
 

@@ -88,7 +88,6 @@ async def to_sample(
     """Converts the only completion of a RequestOutput.
 
     Args:
-        request_id: AsyncLLM's own name of the request.
         kept: fetches log-probs if the workers keep them.
         expert_layers: layers whose choices of experts are wanted.
 
