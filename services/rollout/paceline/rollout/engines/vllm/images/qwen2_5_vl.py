@@ -36,14 +36,21 @@ class ImagesAlone:
         return {"image": min(seq_len, processor.size["longest_edge"] // token_pixels)}
 
 
-class ProcessingInfo(ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
-    """Says how many tokens an image may have."""
+def with_images_alone(model: type, info: type, processor: type, dummy_inputs: type) -> type:
+    """Returns a subclass of vLLM's class of a model, registered with `ImagesAlone`.
+
+    Args:
+        info: vLLM's class that describes the processing.
+    """
+    own_info = type(info.__name__, (ImagesAlone, info), {})
+    register = MULTIMODAL_REGISTRY.register_processor(processor, info=own_info, dummy_inputs=dummy_inputs)
+    registered: type = register(type(model.__name__, (model,), {"__module__": __name__}))
+    return registered
 
 
-@MULTIMODAL_REGISTRY.register_processor(
+Qwen25VL = with_images_alone(
+    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration,
+    qwen2_5_vl.Qwen2_5_VLProcessingInfo,
     qwen2_5_vl.Qwen2_5_VLMultiModalProcessor,
-    info=ProcessingInfo,
-    dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
+    qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
 )
-class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]
-    """Extends vLLM's class of this model."""

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from paceline.rollout.engines.vllm.images.qwen2_5_vl import ImagesAlone
+from paceline.rollout.engines.vllm.images.qwen2_5_vl import with_images_alone
 
 # Imported after `qwen2_5_vl`, which replaces a module that cannot be imported.
 from vllm.model_executor.models import qwen3_5, qwen3_vl  # isort: skip
-from vllm.multimodal import MULTIMODAL_REGISTRY  # isort: skip
+
+_PROCESSING = qwen3_vl.Qwen3VLMultiModalProcessor, qwen3_vl.Qwen3VLDummyInputsBuilder
 
 Text = qwen3_5.Qwen3_5ForCausalLM
 MoeText = qwen3_5.Qwen3_5MoeForCausalLM
-
-
-class DenseProcessingInfo(ImagesAlone, qwen3_5.Qwen3_5ProcessingInfo):  # type: ignore[misc]
-    """Says how many tokens an image may have."""
-
-
-class MoeProcessingInfo(ImagesAlone, qwen3_5.Qwen3_5MoeProcessingInfo):  # type: ignore[misc]
-    """Says how many tokens an image may have."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=DenseProcessingInfo,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+Qwen35 = with_images_alone(
+    qwen3_5.Qwen3_5ForConditionalGeneration, qwen3_5.Qwen3_5ProcessingInfo, *_PROCESSING
 )
-class Qwen35(qwen3_5.Qwen3_5ForConditionalGeneration):  # type: ignore[misc]
-    """Extends vLLM's class of this model."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=MoeProcessingInfo,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
+Qwen35Moe = with_images_alone(
+    qwen3_5.Qwen3_5MoeForConditionalGeneration, qwen3_5.Qwen3_5MoeProcessingInfo, *_PROCESSING
 )
-class Qwen35Moe(qwen3_5.Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]
-    """Extends vLLM's class of this model."""
