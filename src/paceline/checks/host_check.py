@@ -58,7 +58,6 @@ def check_hosts(
     """Asks all hosts at once, over the remote shell that will start their services.
 
     Args:
-        tls_dir: this machine's folder of TLS files.
         insecure: whether services may talk in plain text, as `service.insecure` says.
 
     Raises:

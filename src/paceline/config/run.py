@@ -23,9 +23,6 @@ class RunConfig(DerivedSettings):
     def with_epochs_counted(self, num_prompts: int) -> RunConfig:
         """Returns a copy with trainer.total_steps computed from trainer.total_epochs, if that is set.
 
-        Args:
-            num_prompts: usable training prompts, of all sets.
-
         Raises:
             ConfigError: the run would be too short.
         """

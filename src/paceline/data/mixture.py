@@ -60,7 +60,6 @@ class PromptMixture:
     Args:
         sets: the prompt ids of each set by name, in the configuration's order; sets share no id.
         batch_size: ids per step.
-        seed: seed of the order within each set.
         shuffle: False walks through each set in ascending order.
         ranks: rank of each id within an epoch of its set; None: all are equal.
         schedule: weights with the step from which they apply, ordered, the first from step 1 on. None: all

@@ -15,7 +15,6 @@ class ScoredSample:
     """Holds one sample with its score.
 
     Attributes:
-        header: its ids, lengths and components.
         reward: the reward, from the scorers or from the dataflow.
         text: the response; "" if texts were left out of the sampling.
         baseline: number that `algorithm.adv_estimator: remax` subtracts from the reward; None for none.

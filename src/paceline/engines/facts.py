@@ -25,7 +25,6 @@ class EngineFacts:
     (`paceline.rollout.engines.loading`).
 
     Attributes:
-        title: the engine's name in messages.
         gpu_build: the distribution with the build for GPUs; "" if there is none.
         cpu_build: the distribution with the build for CPUs, under the same import name; "" if there is none.
         cpu_library: a system library that the build for CPUs loads.

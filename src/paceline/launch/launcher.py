@@ -96,7 +96,6 @@ async def launch(
 
     Args:
         run_dir: the directory that `run_dirs.prepare` made.
-        planner: makes the processes' specs.
         is_open: whether to keep the token in the run directory and to show how further members join.
     """
     adopt_orphans()

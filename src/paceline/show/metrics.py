@@ -61,7 +61,6 @@ class ShownMetric:
         label: its line's name in that chart.
         dots: marks every point of the line, for a metric that only some steps have.
         column: its column in the live view; "" for none.
-        format: how the column prints it.
         unit: what follows the number in the column.
     """
 

@@ -27,7 +27,6 @@ class Expectation:
 
     Args:
         config: configuration of the run, with every automatic value chosen (`settle`).
-        card: the model of all GPUs.
     """
 
     config: RunConfig

@@ -83,13 +83,11 @@ def choose_update(
     fits, and then as few as possible.
 
     Args:
-        config: configuration with the layout settled.
         shape: shape of the model; None if config.json has other names for its sizes.
         engine_gpus: GPUs of the rollout servers; an engine on a rank's GPU keeps its share.
         totals: bytes of each GPU whose size is known.
         host_bytes: free memory of the host. Averages go there for speed if it also has room for a
             checkpoint's copy, or because nothing else fits.
-        card: model of the GPUs.
     """
     known = [gpu for gpu in learner_gpus if gpu in totals]
     sizes = [size for size in config.context_sizes if shape is not None and shape.num_heads % size == 0]

@@ -56,7 +56,6 @@ class StepTime:
         generation: time from the first prompt to the last answer.
         scoring: old log-probs, reference log-probs, values.
         weights: the push, and the turns on shared GPUs.
-        num_tokens: number of tokens of the batch, prompts and answers.
         num_gpus: number of GPUs that learner and engines use.
         overlaps: whether engines sample later steps while the learner trains (barrier.max_staleness).
     """
@@ -99,7 +98,6 @@ class StepTime:
 
         Args:
             shape: shape of the policy; critic and frozen networks are assumed to have the same.
-            card: model of all GPUs.
             prompt_tokens, response_tokens: mean lengths of prompts and answers (default: as long as allowed).
         """
         batch = _Batch.of(config, shape, card, prompt_tokens, response_tokens)

@@ -99,9 +99,6 @@ def is_named(place: str) -> bool:
 def model_folder(place: str, *, weights: bool) -> Path:
     """Returns the local snapshot of a model; fetches missing files.
 
-    Args:
-        weights: whether to fetch weights, too.
-
     Raises:
         ModelError: there is no such model or revision, or it is not in the cache and cannot be fetched.
     """

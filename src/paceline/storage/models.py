@@ -61,7 +61,6 @@ def local_folder(place: str, model: ModelConfig, *, weights: bool = True) -> str
     Args:
         place: a path, a URL or a name of the hub.
         model: model of the run, with the disk limit of copies.
-        weights: whether to copy weights, too.
     """
     how = Fetch(max_bytes=int(model.cache_gib * 2**30), wanted=_any_file if weights else _no_weights)
     return _local(place, how, weights=weights)

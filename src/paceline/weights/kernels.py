@@ -119,11 +119,7 @@ def _sum_parts(  # type: ignore[no-untyped-def]
 
 
 class CopyKernel:
-    """Copies and casts between matrices on one device.
-
-    Args:
-        device: the device of all of them.
-    """
+    """Copies and casts between matrices on one device."""
 
     def __init__(self, tables: Sequence[CopyTable], device: torch.device) -> None:
         self._launches: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = []
@@ -159,7 +155,6 @@ class DigestKernel:
         parts: for each part its values, the factors R of its rows and K of its columns, and the index of its
             sum.
         dtype: element type to which values are cast first.
-        device: the device of all of them.
 
     `skipped` holds the indices of parts that the kernel cannot digest, because they are not matrices in
     memory.

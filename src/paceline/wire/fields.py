@@ -25,9 +25,7 @@ class Limits:
 
     Args:
         max_bytes: largest number of bytes of a message or blob; larger ones are rejected unread.
-        max_tokens: largest number of tokens of an array of token ids.
         max_text_chars: largest number of characters of a text field: a response, a ground truth.
-        max_samples: largest number of samples of a prompt group.
         max_items: largest number of items of any other list or mapping: stop tokens, reward components.
         max_depth: largest depth of nesting in a reward context's `extra`.
         max_values: largest number of values in a message, lists and mappings included: an empty mapping is

@@ -27,7 +27,6 @@ class StepInProgress:
         policy: the policy that its prompts were dispatched for, as text; "" before the dispatch.
         samplings: digests of the requests of further samplings, by number.
         digest: digest of the batch, once the batch is complete.
-        trained: whether the learner has answered.
         num_recollects: how often the step's trajectories were collected again.
         is_lost: whether the broker has lost the step's trajectories, so that new ones are needed to repeat
             it.

@@ -216,8 +216,6 @@ def take_steps(
     """Takes all steps, or those left of an interrupted training; every rank calls it.
 
     Args:
-        tuner: tuner at the starting weights.
-        num_pairs: number of pairs to draw batches from.
         take_step: takes step `number` on the pairs with these indices; returns a report line.
 
     Returns:

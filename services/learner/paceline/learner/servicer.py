@@ -58,9 +58,6 @@ class _Training:
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """Answers the controller's calls to the learner.
 
-    Args:
-        on_change: called when the state changes.
-
     """
 
     def __init__(self, queue: CommandQueue, on_change: Callable[[], None]) -> None:

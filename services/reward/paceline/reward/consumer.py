@@ -64,7 +64,6 @@ class ConsumerOptions:
     """How the consumer takes from one mailbox and writes to the other.
 
     Args:
-        run_id: the run whose trajectories are scored.
         member_id: name of this scorer in the scored headers.
         incarnation: changes with each restart of the service.
         lease_s: silence after which another reward service takes over the entries that this one has taken.

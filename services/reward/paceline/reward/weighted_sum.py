@@ -41,7 +41,6 @@ class WeightedSum:
     """A `Scorer` that sums all scorers that `reward.*` names.
 
     Args:
-        scorers: the scorers; each applies its own weights.
         minimum, maximum: the range that the sum must lie in.
         normalized: shapes of the scorers whose components the controller normalises, by name.
 

@@ -22,7 +22,6 @@ class SamplerLimits:
         group_timeout_s: longest time that one group may take in the engine.
         max_deliveries: attempts that a group gets before it is refused.
         groups_together: whether a group's samples are sent in one message.
-        lease_s, max_stream_length, append_timeout_s: limits of the mailboxes.
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
         in_flight: treatment of samples under way when new weights come (`rollout.in_flight`).
         save_progress_s: `rollout.save_progress_s`.

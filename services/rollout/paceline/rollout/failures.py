@@ -55,7 +55,6 @@ class Admission:
     Args:
         policy: the policy that groups are drawn from.
         max_staleness: how many versions older than `policy` a group's policy may be.
-        server_id: id of this server, the sender of refusals.
         vocab_size: token ids are below it.
         max_deliveries: attempts that a group gets; servers that died during one count too.
     """

@@ -136,7 +136,6 @@ class Attempts:
 
     Args:
         outage: what the client knows about its server.
-        command: the command's name, for messages.
         limit_s: longest outage that this command waits through, if shorter than the client's.
     """
 

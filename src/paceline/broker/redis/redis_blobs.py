@@ -25,7 +25,6 @@ class BlobClient:
     """A synchronous connection that fetches and stores blobs by key; a context manager.
 
     Args:
-        url: the broker's redis address.
         outage_timeout_s: longest outage of the server that a request waits through.
         timeout_s: how long an attempt waits for the server's answer; a request fetches at most 64 blobs.
     """

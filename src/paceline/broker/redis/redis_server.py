@@ -134,7 +134,6 @@ class RedisServer:
                 server starts empty.
             port: port on loopback; 0: any free port.
             max_memory_mib: limit of its memory; None: a quarter of the memory of this machine or container.
-            timeout_s: longest wait for the first answer.
             die_with_parent: whether the server gets SIGTERM when the *thread* that started it ends (the
                 kernel looks at threads); if so, start the server from the main thread.
 

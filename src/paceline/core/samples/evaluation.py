@@ -57,7 +57,6 @@ class EvaluationResult:
     Attributes:
         num_prompts: prompts with at least one scored answer.
         num_missing: prompts of the set without a scored answer, because they are too long or were dropped.
-        num_samples: answers per prompt.
         right: share of right answers, avg@n with n = num_samples.
         pass_at: by k, the probability that one of k answers is right (arXiv:2107.03374, eq. 1).
         majority_at: by k, the probability that the most frequent final answer of k is right; empty if no
@@ -109,7 +108,6 @@ def evaluate(
 
     Args:
         answers: answers to prompts of the set, in any order; those without a reward are left out.
-        num_asked: number of prompts in the set.
         right_above: an answer with a reward above this is right.
         samples_votes: whether to compute maj@k also for k below the number of answers, with 200 draws per
             prompt and k.

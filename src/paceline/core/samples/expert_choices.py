@@ -27,7 +27,6 @@ class ExpertChoices:
         num_layers: L.
         num_chosen: K.
         item_bytes: bytes per choice: 1 for at most 256 experts, else 2.
-        digest: digest of the array's bytes.
         array: (T, L, K); None where only the digest is known, as in files of trajectories.
     """
 

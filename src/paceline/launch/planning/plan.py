@@ -226,7 +226,6 @@ def reward_model(
     """Returns a replica of a reward model; it attaches to the reward services and is not a member of the run.
 
     Args:
-        addresses: addresses of all reward services of the run.
         env: variables that say which GPU it sees.
     """
     command = [

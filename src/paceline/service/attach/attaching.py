@@ -42,7 +42,6 @@ class ClientOptions:
     """Says where and how a client attaches.
 
     Args:
-        peer: the gateway's name for messages.
         patience_s: how long to try to reach a gateway that does not answer.
     """
 
@@ -55,7 +54,6 @@ class AttachedClient(Generic[TaskT, AnswerT]):
     """Answers a gateway's tasks until the run is over or `stop` is called.
 
     Args:
-        options: where and how it attaches.
         open_stream: makes a stream from an iterator of the client's messages.
         handle: answers one task; several run at a time, up to the window. If it raises, the client ends and
             its tasks go to other clients.

@@ -73,7 +73,6 @@ class Command:
         words: absolute path and arguments.
         files: name and text of files to write into its working directory, /tmp.
         read_only: folders that it can read besides the system's and Python's.
-        limits: limits of what it may use.
     """
 
     words: Sequence[str]

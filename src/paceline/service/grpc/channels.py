@@ -51,7 +51,6 @@ def connect(
         credentials: the token that goes with every call, and the files for TLS; None: neither.
         role: role of the server, which its certificate must name; "": the certificate must name the address.
         tls_name: name required in the server's certificate, instead of the role's.
-        max_message_bytes: largest message in either direction.
         term: the controller's term, sent with every call; 0 for other callers.
 
     Raises:

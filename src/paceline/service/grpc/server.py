@@ -85,13 +85,11 @@ async def start_server(
     error arrives as PacelineError with the type's name, and is logged here with its traceback.
 
     Args:
-        add: the generated add_XServicer_to_server.
         servicer: the servicer, with `async def` methods.
         host: address, interface or name to bind to.
         advertise: where others reach it, if that is not `host`; for a wildcard the machine's name.
         credentials: the token that every call must carry, and the files for TLS. None lets every call
             in, for loopback only.
-        max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
         fence: fencing state of the member behind this server; calls from an earlier controller get
             ProtocolError.

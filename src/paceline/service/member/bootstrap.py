@@ -119,7 +119,6 @@ class MemberSession:
 
     Args:
         kind: what the member does.
-        num_ranks: its number of ranks in the weight group.
 
     Attributes:
         run_over: whether the controller has ended the run, so that no work needs to be finished.
@@ -151,7 +150,6 @@ class MemberSession:
         """Serves gRPC, registers and starts heartbeats; the service stops when the controller ends the run.
 
         Args:
-            add: the generated add_XServicer_to_server.
             servicer: the servicer, with `async def` methods.
             report: returns the content of each heartbeat.
             on_reregistered: see `ControllerLink.run`.

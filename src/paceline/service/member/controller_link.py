@@ -119,7 +119,6 @@ class ControllerLink:
         """Registers; waits up to `timeout_s` seconds for the controller to come up.
 
         Args:
-            timeout_s: longest wait.
             report: the member's current state.
 
         Raises:

@@ -67,9 +67,6 @@ def _tls_for(host: str, files: TlsFiles | None, *, plain: bool) -> TlsFiles | No
 class PrometheusEndpoint:
     """Serves the metrics that its reader collects until it is closed.
 
-    Attributes:
-        reader: the reader to give to the meter provider.
-
     Raises:
         ConfigError: other machines reach the address, and this process has no TLS files.
         EnvironmentLackError: the exporter is not installed, or the TLS files cannot be used.

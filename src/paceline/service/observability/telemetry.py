@@ -119,7 +119,6 @@ def setup(
         otlp_endpoint: OTLP/gRPC endpoint for spans and metrics.
         prometheus_port: port of the process's Prometheus endpoint, unless the environment names one; 0: none.
         local_rank: added to the port for learner ranks that share a machine and an environment.
-        instance: the member id.
         uses_gpus: whether this service exports the metrics of the visible GPUs.
 
     Raises:

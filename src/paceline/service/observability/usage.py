@@ -16,11 +16,7 @@ _EVERY_S: Final = 2.0
 
 
 class UsageSampler:
-    """Measures at most every 2 s; in between returns the last sample.
-
-    Args:
-        uses_gpus: whether the process may use GPUs.
-    """
+    """Measures at most every 2 s; in between returns the last sample."""
 
     def __init__(self, *, uses_gpus: bool) -> None:
         self._root = psutil.Process()

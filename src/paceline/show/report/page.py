@@ -53,7 +53,6 @@ def page(title: str, frozen: Mapping[str, Any] | None = None) -> str:
     """Returns the HTML of the report's page.
 
     Args:
-        title: title of the browser's window.
         frozen: the data, for a self-contained page; None: the page asks its server.
     """
     style = (_FRONT / "page.css").read_text(encoding="utf-8")

@@ -37,13 +37,9 @@ class LearnerMemory:
         num_tokens: number of tokens of a micro-batch on a rank, with the patches of its images.
         context: ranks that share the tokens of a micro-batch; each computes all of its images.
         kept_share: share of the activations that the update keeps.
-        compiled: whether the layers are compiled.
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
         offloads: whether the optimizers' averages are in host memory.
-        has_critic: whether a critic trains, too.
-        muon: whether Muon trains the policy's matrices.
-        critic_muon: whether Muon trains the critic's matrices.
         compact: whether the policy's averages have 8 bits.
         critic_compact: whether the critic's averages have 8 bits.
         frozen: the shapes of frozen networks with separate weights, by name.
@@ -52,7 +48,6 @@ class LearnerMemory:
         num_adapted: number of parameters in the matrices that have adapters.
         num_stacked: number of parameters in the adapters of experts.
         num_merged: number of parameters of a layer's experts that have adapters, which a pass merges.
-        has_images: whether prompts have images.
         gpu_bytes: bytes of the largest GPU; 0 if it is not known.
     """
 

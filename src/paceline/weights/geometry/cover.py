@@ -24,7 +24,6 @@ class Need:
     """A box of a tensor that has to be supplied.
 
     Attributes:
-        label: names the receiver in errors.
         copies: number of ranks that need it, which weights it in its supplier's load.
         node: the node of all ranks that need it; "" if there are several, or if it is unknown.
     """

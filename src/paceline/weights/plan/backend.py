@@ -38,7 +38,6 @@ def choose_wire(
 
     Args:
         configured: weights.backend.
-        learners, rollouts: layouts of all ranks.
     """
     places = places_of(learners)
     behind = stand_ins(places, [layout.place for layout in rollouts])

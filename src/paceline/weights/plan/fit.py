@@ -15,7 +15,6 @@ def misfit(learners: Sequence[RankLayout], server: Sequence[RankLayout], wire_dt
     Without this check, every member would find the mismatch while joining, and all would seem at fault.
 
     Args:
-        learners: one layout per learner rank.
         server: one layout per rank of the server; a rank of the general path takes every tensor.
         wire_dtype: element type on the wire, which the server's parameters must have.
     """

@@ -33,7 +33,6 @@ class MessageParts:
     Attributes:
         first: first part of each message, followed by the number of parts, (messages + 1,).
         round, channel, sender, receiver: the message; see `MessageKey`.
-        flow: number of the flow.
         start, stop: range of the flow's chunks.
         size, lead: number of elements, and the index of the first of them in the message.
     """

@@ -310,7 +310,6 @@ def build_plan(
     Args:
         sources: one layout per learner rank.
         destinations: one layout per rollout rank; those of the general path are expanded to every tensor.
-        item_bytes: bytes per element on the wire.
         round_bytes: largest number of bytes that a rank packs, or receives, in one round.
         relay: whether rollout ranks that need the same box relay it to each other. "auto": if `cost_bytes` is
             lower; "always": if two ranks on a node need the same box (for tests).

@@ -23,7 +23,6 @@ class _Share:
     """One member's share of a flow, in elements.
 
     Attributes:
-        volume: number of elements in total.
         limit: most elements per round.
         least: fewest elements per chunk, even if fewer would be enough.
         slack: how much shorter a chunk may be, because it ends at the end of a row and at an aligned size.

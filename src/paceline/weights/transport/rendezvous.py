@@ -166,7 +166,6 @@ def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) ->
 
     Args:
         lost: the member that went away.
-        timeout_s: longest time to wait for the store.
     """
     store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     Abandonment(store, epoch).call_off(lost)

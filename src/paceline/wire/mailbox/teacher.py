@@ -30,7 +30,6 @@ def decode_teacher(data: bytes, *, of: str, mask: UInt8Array, vocab_size: int | 
     """Reads and checks the tokens of a sample.
 
     Args:
-        of: digest of the sample's own blob.
         mask: (R,), the sample's `response_mask`.
         vocab_size: size of the policy's vocabulary; None: not checked.
 

@@ -145,7 +145,6 @@ class Collector:
         beside: whether to collect a validation beside training.
 
     Attributes:
-        dispatcher: sends the prompts out.
         position: the last log entry that was read.
         blob_keys: the keys of the blobs that the entries named, trained on or not, by step; steps that were
             cleaned up are left out.

@@ -37,7 +37,6 @@ def at_fault(
     Args:
         failures: every rollout server whose call failed.
         learner_error: the error of the learner's call, if that failed, too; the learner itself is not lost.
-        owners: the server of each rollout rank.
     """
     own = [(member, error) for member, error in failures if is_own_failure(member, error)]
     if own:

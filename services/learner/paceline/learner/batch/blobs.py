@@ -59,7 +59,6 @@ def fetch_rows(
     """Returns the rows at the places `wanted`, by place; the pixels of an image are fetched once.
 
     Args:
-        blobs: store of the rows' arrays.
         rows: rows of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
         policy: policy that must have sampled the rows; with `newest`, the oldest policy allowed.

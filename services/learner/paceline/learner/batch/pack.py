@@ -82,7 +82,6 @@ class _Layout:
 
     Attributes:
         tokens, positions: one array per prompt or response.
-        prompt_ends, response_starts: the last token of each row's prompt, and the first of its response.
         choices: by prompt and response, the choices of experts or None, and the number of tokens.
     """
 

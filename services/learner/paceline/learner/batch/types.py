@@ -100,7 +100,6 @@ class PackedSequences:
 
     Attributes:
         cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
-        max_length: tokens of the longest sequence.
         blocks: the same sequences as runs of equal length and prefix, in order.
         keys: None if no sequence has a prefix.
         context: the ranks that share these tokens, each with its own part; None for one rank.
@@ -156,7 +155,6 @@ class PackedSequences:
         """Makes sequences of these lengths, each at least 1, in this order.
 
         Args:
-            lengths: length of each sequence.
             prefixes: for each sequence, the index of the earlier sequence that is its prefix (and has no
                 prefix itself), or None. Empty: no sequence has a prefix.
         """

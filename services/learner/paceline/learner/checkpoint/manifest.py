@@ -77,9 +77,7 @@ class Manifest:
 
     Attributes:
         kl: state of the KL controller; empty if the coefficient is fixed.
-        schedules: schedules of the learning rates, by network.
         frozen: the digests of frozen networks with weights of their own, by name.
-        controller_state: the controller's own JSON.
         histories: the guard's running medians.
         files: size and digest of every other file, by name.
     """

@@ -65,7 +65,6 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
         own: (m, ...), this rank's numbers.
         places: (m,) int64, the numbers' places in the result; each of 0..length-1 belongs to one rank, and
             `length` means nowhere.
-        length: length of the result.
 
     Returns:
         (length, ...); exact, because each place is one number and zeros.

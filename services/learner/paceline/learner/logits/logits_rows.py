@@ -59,7 +59,6 @@ def score(
         logits: (n, V).
         targets: (n,), token ids.
         temperature: above 0.
-        with_entropy: also compute the entropies.
         top_ids: (n, K) int64, tokens of each row, for `RowScores.top_k`; None for none.
     """
     if top_ids is None:

@@ -105,7 +105,6 @@ def load_policy(
     """Loads a policy, sharded over the ranks.
 
     Args:
-        folder: model folder in the Hugging Face layout.
         precision: precision of computing, storing and reducing.
         random_seed: seed to draw the weights from, instead of reading them.
         lora: adapters to train; the model itself is then frozen.
@@ -156,7 +155,6 @@ def digest_of_frozen(
     take as long as loading.
 
     Args:
-        folder: model folder in the Hugging Face layout.
         random_seed: seed of the weights, if they are drawn.
     """
     shapes = {name: parameter.shape for name, parameter in parameters}

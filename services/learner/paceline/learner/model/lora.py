@@ -41,7 +41,6 @@ class LoraLinear(nn.Linear):
         lora_a: (r, in), in float32.
         lora_b: (out, r), in float32.
         scale: alpha / r.
-        is_adapted: whether the adapter is applied.
     """
 
     lora_a: nn.Parameter

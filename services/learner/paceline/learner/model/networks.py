@@ -141,7 +141,6 @@ class ValueNetwork(nn.Module):
     Args:
         lm: the transformers model; its language-model head is dropped.
         hidden_size: width of the body's states.
-        has_bias: whether the value head has a bias.
 
     Attributes:
         token_multiple: the body runs on a multiple of this number of tokens.

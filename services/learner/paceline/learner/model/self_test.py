@@ -111,7 +111,6 @@ def check_model(
     """Tests whether a model can be trained correctly; reads only its config.json.
 
     Args:
-        folder: model folder in the Hugging Face layout.
         longest: prompt and response tokens of the longest row of the run.
         trust_architecture: accept an architecture outside the table if the test passes.
         keep: folder for the small model in transformers' form, and `scored_rows.json` with the rows' tokens,

@@ -127,10 +127,6 @@ class ModelFiles:
     def require_all_read(self, config: Any, *, has_head: bool) -> None:
         """Refuses a folder with tensors that the model lacks; call `rows` for all its tensors first.
 
-        Args:
-            config: transformers' configuration of the model.
-            has_head: whether the network has the head of a language model.
-
         Raises:
             ModelError: names the superfluous tensors.
         """

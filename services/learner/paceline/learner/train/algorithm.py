@@ -28,7 +28,6 @@ def algorithm_of(
 
     Args:
         clip_scale: the guard's factor for options that are clip ranges.
-        critic_alone: whether this is a step of the critic's warm-up.
         agree: raises on every rank unless all ranks call this verb of the user's own algorithm.
 
     Raises:

@@ -202,7 +202,6 @@ def _advantages(
     Args:
         rows: all rows of the step or chunk, on every rank, with their `scores`.
         greedy_scores: score of the greedy answer to each row's prompt; ignored unless every row has one.
-        kl_coef: the penalty's coefficient in this step.
     """
     algorithm, ranks = learner.config.algorithm, learner.ranks
     in_reward = _penalty(scored, algorithm.kl_penalty) if algorithm.use_kl_in_reward else None

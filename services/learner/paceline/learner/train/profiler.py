@@ -18,7 +18,6 @@ class StepProfiler:
     """Profiles the steps of a rank.
 
     Args:
-        config: the steps and ranks to profile.
         folder: folder for the files, `step_NNNNNN.learner-RANK.json.gz`.
     """
 

@@ -12,11 +12,7 @@ from paceline.reward.outside.openai_server import OpenAIServer, OpenAIServerOpti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeOptions:
-    """How a judge is asked.
-
-    Args:
-        max_tokens, temperature: sampling options of its answer.
-    """
+    """How a judge is asked."""
 
     server: OpenAIServerOptions
     model: str

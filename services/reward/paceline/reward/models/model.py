@@ -29,7 +29,6 @@ class ModelOptions:
 
     Args:
         path: folder with a model with one label, and its tokenizer.
-        device: torch device.
         dtype: data type of the weights; the score itself is computed in float32.
         max_batch_tokens: most tokens of a batch, including padding.
         step_separator: text that ends a step of a response.

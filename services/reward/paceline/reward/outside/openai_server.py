@@ -26,7 +26,6 @@ class OpenAIServerOptions:
     Args:
         address: URL that ends with the version, for example http://127.0.0.1:8000/v1.
         key: sent as a bearer token; "" for none.
-        timeout_s: longest duration of a call.
     """
 
     address: str

@@ -68,7 +68,6 @@ class Merger:
 
     Args:
         make: makes one call; returns a result for each item.
-        concurrency: calls at once.
         max_items: most items of a merged call; 0: none is merged.
         max_chars: most characters of a merged call.
     """

@@ -56,7 +56,6 @@ class RemoteScorerOptions:
         shape: how the service's rewards enter the sum.
         timeout_s: deadline of one call.
         retry_for_s: for how long after an item's arrival further calls for it may begin.
-        concurrency: calls at once.
         max_message_bytes: largest message; calls are cut to stay below it.
         credentials: the token, if the service asks for one, and the files for TLS.
         tls_name: name in the service's certificate; "": the name of Paceline's own reward services.

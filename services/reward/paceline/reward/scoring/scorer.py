@@ -23,7 +23,6 @@ class ScorerSettings:
 
     Args:
         config: the section `reward` of the run's configuration.
-        credentials: for calls to remote reward services.
         run_id: the run's id, which attached clients are told.
         notify: sends a message to all who follow the run.
         seed: seed of the random numbers of functions; None: not seeded.

@@ -23,7 +23,6 @@ def read_top_k(content: bytes, token_ids: Sequence[int], wanted: Sequence[int], 
     Args:
         token_ids: the sequence that was sent.
         wanted: places in it, in ascending order, without the first.
-        top_k: K.
 
     Raises:
         RewardError: WRONG_TYPE, if the answer is not about this sequence or lacks tokens.

@@ -52,7 +52,6 @@ def largest_difference(name: str, folder: Path, rows: Sequence[ScoredRow]) -> fl
 
     Args:
         name: name of an engine that scores rows (`EngineFacts.score`).
-        folder: the model, in the Hugging Face layout.
         rows: at most 127 tokens each.
 
     Raises:

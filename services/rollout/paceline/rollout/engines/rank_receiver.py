@@ -36,8 +36,6 @@ class RankReceiver:
     """Receives pushes on one tensor-parallel rank.
 
     Args:
-        model: the live model.
-        device: device of the model's parameters.
         describe: returns the slices that the model needs, or `full_tensors` if it takes the general path.
         load_full: loads full tensors under their names in the learner's state dict; called only on the
             general path.

@@ -80,7 +80,6 @@ class Episodes:
         """Draws all episodes of a group, in the order of its seeds; a cancellation abandons them.
 
         Args:
-            group: the group, with messages.
             serial: differs between deliveries of a group.
             slots: makes the slot of one sample.
 
@@ -170,7 +169,6 @@ def environment_of(
     """Returns the environment that the configuration names: a service, an attached client, or tools.
 
     Args:
-        credentials: for a service.
         run_id, is_over: as for `AttachedEnvironment`.
 
     Raises:

@@ -42,7 +42,6 @@ class Joiner:
     """Renders prompts, and the environment's messages between two turns.
 
     Args:
-        tokenizer: a tokenizer with a chat template.
         stop_token_ids: token ids that end a turn.
         observation_tokens: most tokens of one message's content; longer content is cut.
         show_tools: whether the template tells the model of its tools.

@@ -58,7 +58,6 @@ async def play_episode(
 
     Args:
         stop_token_ids: tokens that end a turn.
-        drives: whether the environment drives the episode.
 
     Raises:
         EnvironmentLostError: the environment failed.

@@ -88,7 +88,6 @@ def train(
 
     Args:
         is_open: whether others may join.
-        planner: makes the processes' specs.
         remarks: lines to print before the run starts.
         page: where the run is served to browsers, if anywhere.
     """

@@ -85,7 +85,6 @@ class Verbs:
         patience: longest time in seconds that a dataflow may take between two verbs.
 
     Attributes:
-        rolled_back: whether the guard has rolled the learner back.
         failure: the error of a verb; it ends the step even if the dataflow catches it.
         timeout: expires if the dataflow takes too long between two verbs.
     """

@@ -18,7 +18,6 @@ def of_sets(
     """Returns the metrics of all sets.
 
     Args:
-        batch: the answers to the sets' prompts.
         finals: the final answer in each response; empty if the texts are not known.
     """
     metrics: dict[str, float] = {}

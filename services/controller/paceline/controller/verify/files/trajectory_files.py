@@ -58,8 +58,6 @@ class FileCheck:
 
     Attributes:
         faults: one sentence per fault.
-        components: the components of each row, in order.
-        num_sampled: number of sampled tokens of each row.
         num_recomputed: number of rows whose digest was recomputed.
         can_recompute: whether the file has all parts of blobs.
     """

@@ -25,7 +25,6 @@ class Term:
     """The settings of one term.
 
     Attributes:
-        num_samples: the samples of each prompt.
         on_cpu: whether the same batch gives the same weights to the bit.
         save_trajectories: whether steps write their trajectories to files.
         limits: longest time in seconds without an event, by phase.

@@ -20,7 +20,6 @@ class AskedSet:
 
     Attributes:
         name: name of the set; "" for that of data.val_files.
-        num_samples: answers per prompt.
         right_above: rewards above it count as right; None in journals that are older than named sets.
     """
 

@@ -37,11 +37,7 @@ class Replays:
         self._trained = {number: rows for number, rows in self._trained.items() if number in kept}
 
     def rows(self, entry: JournalEntry, fresh: Sequence[BatchRow], rule: ReplayRule | None) -> list[BatchRow]:
-        """Returns the rows that an event `batch` lists as trained again; notes those without permission.
-
-        Args:
-            fresh: the new rows of the step.
-        """
+        """Returns the rows that an event `batch` lists as trained again; notes those without permission."""
         step, listed = int(entry["step"]), entry.get("again") or []
         allowed = self._allowed(step, fresh, rule)
         rows: dict[TrajectoryId, BatchRow] = {}

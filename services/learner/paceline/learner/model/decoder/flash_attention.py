@@ -58,7 +58,6 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Compiles the kernels for a model's layers ahead of its first step.
 
     Args:
-        config: configuration of the transformers model.
         dtype: type in which the model computes.
         device: device on which the model will run; nothing is done on a CPU.
     """
@@ -113,7 +112,6 @@ class Lengths:
     Attributes:
         queries: (N + 1,) int32, from 0 to the number of queries.
         keys: (N + 1,) int32, from 0 to the number of keys.
-        max_queries, max_keys: numbers in the longest sequence.
     """
 
     queries: Tensor

@@ -73,7 +73,6 @@ class WorkAhead:
     """The work ahead of one step.
 
     Args:
-        actor: the policy, whose gradient is begun.
         ranks: the group; every rank must call methods that change the gradient.
     """
 

@@ -78,9 +78,7 @@ class StepOutcome:
     """The outcome of an optimizer step.
 
     Attributes:
-        grad_norm: gradient norm before clipping.
         skip_reason: why the step was not taken; "" if it was.
-        finite: whether loss and gradient were finite.
     """
 
     grad_norm: float
@@ -240,7 +238,6 @@ class Trainable(Generic[N]):
             losses: losses of this rank's micro-batches, except those that `begun` counts; every rank has the
                 same number, at least one.
             step: training step, for the schedule.
-            lr_scale: multiplies the schedule's learning rate.
             veto: decides, if all is finite, whether the step may be taken.
             begun: the sums that `add_gradient` returned for the mini-batch's first micro-batches, added up.
             scaling: multiplies gradient and sums if losses used other counts than the mini-batch's.

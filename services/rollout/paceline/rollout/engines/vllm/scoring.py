@@ -31,7 +31,6 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
     """Returns the largest difference between vLLM's log-probs and those of the rows.
 
     Args:
-        folder: the model, in the Hugging Face layout.
         rows: at most 127 tokens each.
 
     Raises:

@@ -52,7 +52,6 @@ class LoadTrace:
     Attributes:
         slices: the copies, as boxes; adjacent boxes are merged.
         reasons: by name, why a parameter cannot be pushed in place; empty if all can.
-        places: the parameters' storages in kernel format.
     """
 
     slices: tuple[TensorSlice, ...] = ()

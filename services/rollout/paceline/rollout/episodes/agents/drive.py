@@ -53,7 +53,6 @@ async def drive_episode(group: PromptGroup, index: int, session: DrivenSession, 
 
     Args:
         session: opened, run and closed here, or abandoned if anything fails.
-        driven: the server's side.
 
     Raises:
         EnvironmentLostError: the episode must begin again, in another session.

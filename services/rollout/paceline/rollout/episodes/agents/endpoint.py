@@ -48,11 +48,7 @@ _IGNORED_HEADER = "x-paceline-ignored"
 
 
 class PendingRequest:
-    """A request that waits for its answer.
-
-    Attributes:
-        is_repeated: whether the client marks the request as repeated.
-    """
+    """A request that waits for its answer."""
 
     def __init__(self, request: ChatRequest, digest: bytes, *, is_repeated: bool) -> None:
         self.request, self.digest, self.is_repeated = request, digest, is_repeated

@@ -59,7 +59,6 @@ class Collection:
 
     Attributes:
         prompts: the prompts that were requested so far.
-        admitted: the events of the admitted trajectories.
         verdicts: how often each verdict was given.
     """
 

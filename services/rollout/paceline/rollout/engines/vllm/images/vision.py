@@ -71,9 +71,6 @@ def write_processor(folder: Path) -> None:
 def prompt_with_images(request: SampleRequest, config: Any) -> Any:
     """Returns vLLM's input for a prompt with images.
 
-    Args:
-        config: the model's Hugging Face configuration.
-
     Raises:
         InvalidMessageError: the placeholders are not those of the images, or the model takes none.
     """

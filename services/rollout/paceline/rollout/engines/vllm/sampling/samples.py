@@ -89,7 +89,6 @@ async def to_sample(
 
     Args:
         kept: fetches log-probs if the workers keep them.
-        expert_layers: layers whose choices of experts are wanted.
 
     Raises:
         PacelineError: the engine has ended the request without a complete sample, or without choices.
