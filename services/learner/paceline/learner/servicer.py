@@ -56,9 +56,7 @@ class _Training:
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
-    """Answers the controller's calls to the learner.
-
-    """
+    """Answers the controller's calls to the learner."""
 
     def __init__(self, queue: CommandQueue, on_change: Callable[[], None]) -> None:
         self._queue, self._on_change = queue, on_change
