@@ -33,7 +33,7 @@ NUM_PARTS: Final = 3
 
 
 def missing_keys(config: Mapping[str, Any]) -> dict[str, str | float]:
-    """Finds missing keys by which engines recognise how a model computes; transformers does not write them."""
+    """Finds the missing keys by which engines know how a model computes; transformers does not write them."""
     keys = family_of(config.get("model_type")).keys_for_engines
     return {key: value for key, value in keys if key not in config}
 
