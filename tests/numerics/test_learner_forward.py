@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
@@ -271,6 +272,37 @@ def test_attention_with_a_softcap_and_sinks_by_its_formula(
     ]
     for own, expected_one in zip(*gradients, strict=True):
         torch.testing.assert_close(own, expected_one, atol=1e-5, rtol=1e-4)
+
+
+class LargestNumbers(TorchDispatchMode):
+    """Notes how many floating-point numbers the largest result of an operation has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point():
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_scores_with_a_softcap_are_never_there_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Gemma 2 would take 8 GiB a layer at 8,192 tokens; here 4 x 100 x 100 are 40,000."""
+    monkeypatch.setattr(attention, "SLICE_SCORES", 8000)
+    query = torch.randn(1, 4, 100, 4, requires_grad=True)
+    key, value = (torch.randn(1, 2, 100, 4, requires_grad=True) for _ in range(2))
+    kept: list[int] = []
+    packed = PackedSequences.of([100], CPU)
+    with (
+        LargestNumbers() as largest,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
+    ):
+        out, _ = packed_attention(
+            torch.nn.Identity(), query, key, value, None, packed=packed, scaling=0.3, softcap=0.5
+        )
+        out.sum().backward()
+    assert 4000 < largest.most <= 8000
+    assert sum(kept) < 80_000  # of all scores alone several tables would be kept
 
 
 def test_attention_with_dropout_or_without_the_sequences_is_refused() -> None:

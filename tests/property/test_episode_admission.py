@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.rollout.episodes.admission import Ledger
+from paceline.rollout.episodes.admission import AdmissionControl, Ledger
 
 CAPACITY = 100
 events = st.lists(
@@ -57,3 +58,25 @@ def test_the_room_keeps_its_order_and_its_size_and_never_locks(sequence: list[An
         admitted(ledger.leave(key))
     assert ledger.num_waiting == 0
     assert set(entered) | gone == set(range(asked))
+
+
+async def test_a_conversation_that_gives_up_while_it_waits_lets_the_next_one_in() -> None:
+    """In the line it would keep all others out of a server that has room for them."""
+    control, may_end, entered = AdmissionControl(CAPACITY), asyncio.Event(), list[str]()
+
+    async def converse(name: str, num_tokens: int) -> None:
+        async with control.entered(num_tokens):
+            entered.append(name)
+            await may_end.wait()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(converse("first", 80))
+        waiting = group.create_task(converse("too long", 80))
+        group.create_task(converse("short", 20))
+        await asyncio.sleep(0)
+        assert (entered, control.is_full) == (["first"], True)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await asyncio.sleep(0)
+        assert (entered, control.is_full) == (["first", "short"], False)
+        may_end.set()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import random
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,7 +19,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.code import scorer as code_scorer
 from paceline.reward.code.scorer import CodeScorer
 from paceline.reward.code.tests import CodeTest, code_of
-from paceline.service.confinement.confined import CommandResult, why_not_confined
+from paceline.service.confinement.confined import CommandResult, Ending, why_not_confined
 
 PROBLEM = asyncio.run(why_not_confined())
 confines = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
@@ -141,6 +143,34 @@ async def test_an_items_error_is_its_own_whatever_its_class(
     faults["stop"] = asyncio.CancelledError()
     with pytest.raises(asyncio.CancelledError):
         await scorer.score([item("stop", PRINTS)])
+
+
+async def test_what_is_read_for_a_score_is_read_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ground truth, response and output may have megabytes, and heartbeats do not wait for them."""
+    threads: dict[str, str] = {}
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return function(*arguments)
+
+        return call
+
+    async def run(command: object) -> CommandResult:
+        return CommandResult(ending=Ending.EXITED, code=0, stdout=b"3", stderr=b"")
+
+    monkeypatch.setattr(code_scorer, "run_confined", run)
+    monkeypatch.setattr(code_scorer, "tests_of", noted("ground truth", code_scorer.tests_of))
+    monkeypatch.setattr(code_scorer, "code_of", noted("response", code_scorer.code_of))
+    monkeypatch.setattr(CodeTest, "passes", noted("output", CodeTest.passes))
+    monkeypatch.setattr(code_scorer, "why_not_confined", AsyncMock(return_value=""))
+    scorer = CodeScorer(CodeConfig(name="tests"))
+    await scorer.start()
+    await scorer.score([item("print(3)", PRINTS)])
+    assert sorted(threads) == ["ground truth", "output", "response"]
+    assert threading.current_thread().name not in threads.values()
 
 
 @confines

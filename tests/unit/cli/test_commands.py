@@ -334,6 +334,22 @@ def test_ranks_wait_without_taking_cores_and_keep_the_users_threads(monkeypatch:
     assert ranks.thread_variables(2, 2)["OMP_NUM_THREADS"] == "2"  # sft.threads is asked for
 
 
+def test_ranks_start_with_these_variables(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("import os, sys; print(*(os.environ.get(n) for n in sys.argv[1:]))")
+    names = ["OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RANK"]
+    script = (
+        "from pathlib import Path; from paceline.launch.processes.ranks import run_ranks\n"
+        f"run_ranks('says', {names}, world_size=1, num_threads=None, log_dir=Path({str(tmp_path)!r}))"
+    )
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "3"}
+    env.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "3 passive 0\n"
+
+
 PRINTS = """
 import sys
 from paceline.cli.commands.prepare import doctor
