@@ -19,8 +19,11 @@ from paceline.learner.distributed.ranks import (
     leave_group,
     open_store,
 )
+from paceline.learner.export import read_policy
+from paceline.storage.folder import Folder
+from support.expert_ranks import KINDS as EXPERT_KINDS
 from support.learner_ranks import WAIT_S, alone, run_ranks
-from support.mesh_ranks import EVERY_TIME, GRID, VARIANT
+from support.mesh_ranks import EVERY_TIME, EXPERTS, GRID, VARIANT
 from support.mesh_steps import against_one_rank, steps, write_models
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
@@ -42,7 +45,8 @@ class FourRanks:
         self.metrics: dict[str, list[dict[str, float]]] = {}
         with alone() as ranks:
             for variant in {VARIANT, *(variant for _, variant in cases)}:
-                writes = {"checkpoint": str(self.checkpoints / "by one rank")} if variant == VARIANT else {}
+                place = str(self.checkpoints / f"{variant} by one rank")
+                writes = {"checkpoint": place} if variant in (VARIANT, EXPERTS) else {}
                 self.metrics[variant], parameters = steps(ranks, self.models, variant, **writes)
                 torch.save(parameters, self.expected / f"{variant}.pt")
         folders = map(str, (self.models, self.expected, self.checkpoints, small))
@@ -55,16 +59,16 @@ class FourRanks:
             for step, (own, others) in enumerate(zip(outcome["metrics"], self.metrics[variant], strict=True)):
                 assert own == pytest.approx(others, rel=1e-4, abs=1e-6), step
 
-    def assert_went_on(self, *outcomes: dict[str, Any]) -> None:
+    def assert_went_on(self, *outcomes: dict[str, Any], key: str = "resumed", variant: str = VARIANT) -> None:
         """The second step, after a checkpoint, is that of the run that did not end."""
-        for outcome in (*outcomes, *(outcomes["resumed"] for outcomes in self.by_rank)):
+        for outcome in (*outcomes, *(outcomes[key] for outcomes in self.by_rank)):
             assert outcome["difference"] <= 1e-5
             (last,) = outcome["metrics"]
-            assert last == pytest.approx(self.metrics[VARIANT][-1], rel=1e-4, abs=1e-6)
+            assert last == pytest.approx(self.metrics[variant][-1], rel=1e-4, abs=1e-6)
 
-    def assert_the_step_is_that_of_halves(self) -> None:
+    def assert_the_step_is_that_of_halves(self, sharing: str = "shared rows") -> None:
         for outcomes in self.by_rank:
-            metrics, parameters, disturbed, at_once = outcomes["out of memory, shared rows"]
+            metrics, parameters, disturbed, at_once = outcomes[f"out of memory, {sharing}"]
             notes, _, *outcome = disturbed
             assert "on 1 rank(s)" in notes[0]
             assert "on 4 rank(s)" in at_once[0][0]
@@ -133,6 +137,24 @@ def test_ranks_with_the_same_shards_describe_them_alike(four: FourRanks) -> None
     assert all(same for rows in (first, second) for *_, same in rows.values())
 
 
+def test_divided_experts_are_sharded_among_the_ranks_that_have_them(four: FourRanks) -> None:
+    """Of four experts, the ranks 0 and 2 have the first two, and one each."""
+    shards = [outcomes["shards of experts"] for outcomes in four.by_rank]
+    for name in ("gate_up_proj", "down_proj"):
+        parts = [rows[f"model.layers.0.mlp.experts.{name}"] for rows in shards]
+        assert parts == [[0, 1, True], [2, 3, True], [1, 2, True], [3, 4, True]]
+    assert [rows["model.embed_tokens.weight"][0] for rows in shards] == [0, 12, 24, 36]
+    assert all(same for rows in shards for *_, same in rows.values())
+
+
+def test_layers_of_divided_experts_compute_what_one_rank_does(four: FourRanks) -> None:
+    """Of each family; also where all tokens go to one rank, and none to the others."""
+    for outcomes in four.by_rank:
+        assert len(outcomes["experts"]) == 2 * len(EXPERT_KINDS)
+        for name, difference in outcomes["experts"].items():
+            assert difference < 1e-5, name
+
+
 @pytest.mark.parametrize("num_ranks", ["2", "4"])
 def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(
     four: FourRanks, num_ranks: str
@@ -164,6 +186,26 @@ def test_a_run_of_two_copies_goes_on_with_shared_rows_and_on_one_rank(four: Four
     four.assert_went_on(single)
 
 
+def test_a_run_with_divided_experts_goes_on_on_one_rank_and_one_ranks_run_with_divided_experts(
+    four: FourRanks,
+) -> None:
+    with alone() as ranks:
+        resume = str(four.checkpoints / "by experts 2")
+        single = against_one_rank(ranks, four.models, four.expected, EXPERTS, resume=resume)
+    four.assert_went_on(single, key="resumed experts", variant=EXPERTS)
+
+
+def test_a_checkpoint_of_divided_experts_is_exported_as_one_ranks(four: FourRanks) -> None:
+    divided, single = (
+        dict(read_policy(Folder.at(four.checkpoints / name)))
+        for name in ("by experts 2", f"{EXPERTS} by one rank")
+    )
+    assert divided.keys() == single.keys()
+    assert any(".experts." in name for name in divided)
+    for name, tensor in divided.items():
+        torch.testing.assert_close(tensor, single[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.more
 def test_a_run_of_one_rank_goes_on_with_four_copies(grid: FourRanks) -> None:
     grid.assert_went_on()
@@ -193,6 +235,15 @@ def test_a_rank_with_experts_and_shared_rows_runs_out_of_memory_and_the_step_is_
     four.assert_the_step_is_that_of_halves()
 
 
+def test_a_rank_runs_out_of_memory_after_it_announced_tokens_to_experts(four: FourRanks) -> None:
+    four.assert_the_step_is_that_of_halves("divided experts")
+
+
+@pytest.mark.more
+def test_a_rank_with_shared_rows_and_divided_experts_runs_out_of_memory(grid: FourRanks) -> None:
+    grid.assert_the_step_is_that_of_halves("divided experts")
+
+
 @pytest.mark.more
 def test_a_rank_of_a_dense_model_that_shares_rows_runs_out_of_memory(grid: FourRanks) -> None:
     grid.assert_the_step_is_that_of_halves()
@@ -202,6 +253,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
     environment = RankEnvironment.read({})
     for sizes, words in (
         ({"context": 2}, "1 ranks cannot share the tokens of rows in groups of 2"),
+        ({"expert": 2}, "a copy on 1 ranks cannot be divided in groups of 2; set learner.expert_parallel"),
         ({"fsdp_size": 2}, "1 ranks cannot shard the parameters in groups of 2; set learner.fsdp_size"),
     ):
         try:

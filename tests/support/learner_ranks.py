@@ -39,11 +39,13 @@ def run_ranks(
     *arguments: str,
     context: int = 1,
     fsdp_size: int | None = None,
+    expert: int = 1,
     timeout_s: float = 600,
 ) -> list[Any]:
     """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank.
 
-    `context` of the ranks have the same rows, and `fsdp_size` share one copy of the parameters.
+    `context` of the ranks have the same rows, `fsdp_size` share one copy of the parameters, and `expert` have
+    different experts.
     """
     port = free_port()
     started = []
@@ -56,7 +58,7 @@ def run_ranks(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        sizes = json.dumps({"context": context, "fsdp_size": fsdp_size})
+        sizes = json.dumps({"context": context, "fsdp_size": fsdp_size, "expert": expert})
         command = ["-m", "support.learner_ranks", function, sizes, *arguments]
         started.append(Forked(command, env=env, stdout=subprocess.PIPE))
     try:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from paceline.algorithms.policy_losses import LossInputs, LossOutputs
 from paceline.algorithms.statistics import masked_mean
+from paceline.learner.distributed.catching_up import CountedExperts
+from paceline.learner.distributed.mesh import Route
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train.state.learner import Learner
@@ -39,8 +42,25 @@ class _Failing(torch.autograd.Function):
 
 
 @contextmanager
+def failing_to_send(due: Callable[[], bool]) -> Iterator[None]:
+    """Runs out of memory where tokens are sent to the ranks of their experts."""
+    honest = CountedExperts.exchange_rows
+
+    def send(self: CountedExperts, rows: torch.Tensor, route: Route) -> torch.Tensor:
+        if due():
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return honest(self, rows, route)
+
+    with patch.object(CountedExperts, "exchange_rows", send):
+        yield
+
+
+@contextmanager
 def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[list[int]]:
-    """Runs out of memory in these passes with a graph, counted from 0; yields the rows of each pass."""
+    """Runs out of memory in these passes with a graph, counted from 0; yields the rows of each pass.
+
+    "tokens" is where a rank has announced its tokens to the ranks of their experts, and not sent them.
+    """
     layers = decoder_layers(body_of(learner.actor.network.lm))
     layer = layers[0] if place.startswith("first") else layers[-1]
     sizes: list[int] = []
@@ -58,7 +78,7 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
             states.clear()
 
     def fail(module: Any, arguments: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or place == "tokens":
             return output
         states.append(weakref.ref(output))
         if place.endswith("backwards"):
@@ -74,7 +94,8 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
     gc.collect()
     gc.freeze()  # what exists by now is not looked at again, neither here nor in later collections
     try:
-        yield sizes
+        with failing_to_send(due if place == "tokens" else bool):
+            yield sizes
     finally:
         for hook in hooks:
             hook.remove()
@@ -128,6 +149,8 @@ def ranks_that_share_rows(ranks: Ranks, kind: str, folder: str) -> list[Any]:
     place, actor = {
         "dense": (PLACES[-1], {"memory": lean, "entropy_coeff": 0.01}),
         "experts": (PLACES[1], {"load_balance_coef": 0.1, "shared_prompts": "on"}),
+        "divided experts": ("tokens", {}),
+        "divided experts, recomputed": (PLACES[-1], {"memory": lean}),
     }[kind]
     actor |= {"ppo_max_token_len_per_gpu": 48}  # several micro-batches for each group
     undisturbed = build(ranks, folder, [], **actor)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from paceline.learner.distributed.host_memory import cpu_mesh_like, local_part, sharded_like
+from paceline.learner.distributed.host_memory import local_part, sharded_like
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.train.state.compact_averages import compacted
-from support import context_ranks, memory_faults
+from support import context_ranks, expert_ranks, memory_faults
 from support.mesh_steps import VARIANTS, against_one_rank, remeshed
 
 EVERY_TIME = (
@@ -23,17 +23,23 @@ EVERY_TIME = (
     ("context 4, 2 copies", "experts"),
     ("context 2, 2 copies", "replay"),
     ("context 2, 2 copies", "teacher"),
+    ("experts 2", "experts"),
+    ("experts 2, context 2", "adapters"),
 )
 """Meshes and variants that `make test` compares with one rank."""
 GRID = (
     ("4 copies", "lean"),
     ("context 4", "windows"),
     ("context 2", "images"),
+    ("experts 2, 2 copies", "experts"),
+    ("experts 4", "replay"),
 )
 """What `make test-more` compares beside them; with these there is each mesh and each variant."""
 
-VARIANT = "shared prompts"
+VARIANT, EXPERTS = "shared prompts", "experts"
 """Of the resumed runs"""
+WRITERS = (("2 copies", VARIANT), ("experts 2", EXPERTS))
+"""Meshes and variants that write a checkpoint after the first step"""
 
 
 def groups(ranks: Ranks) -> dict[str, Any]:
@@ -58,15 +64,19 @@ def seen(group: RankGroup, number: torch.Tensor) -> dict[str, Any]:
 
 
 def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
-    """By parameter: the rows that the publisher says this rank has, whether copies are the same."""
+    """By parameter: the rows that the publisher says this rank has, whether they and copies are the same."""
+    from transformers import AutoModelForCausalLM
+
+    stored = AutoModelForCausalLM.from_pretrained(model).state_dict()
     network = load_policy(model, ranks, Precision(compute=torch.float32))
     layout = WeightPublisher(network.lm, ranks.device).layout()
-    mesh, parameters = cpu_mesh_like(ranks.fsdp), dict(network.lm.named_parameters())
+    parameters = dict(network.lm.named_parameters())
     said = {}
     for part in layout.slices:
         parameter = parameters[part.name].detach()
-        copy = sharded_like(parameter, local_part(parameter).clone(), mesh)
+        copy = sharded_like(parameter, local_part(parameter).clone())
         same = torch.equal(copy.full_tensor(), parameter.full_tensor())  # type: ignore[operator]
+        same = same and torch.equal(local_part(parameter), stored[part.name][part.box.slices])
         said[part.name] = [part.box.start[0], part.box.stop[0], same and has_codes_of_one_rank(parameter)]
     return said
 
@@ -88,6 +98,8 @@ def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small
     return {
         "groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}},
         "shards": shards(copies, Path(models, VARIANTS[VARIANT][0])),
+        "shards of experts": shards(remeshed(ranks, "experts 2"), Path(models, VARIANTS[EXPERTS][0])),
+        "experts": expert_ranks.differences(ranks.world),
         "collectives": {
             name: context_ranks.collectives(group)
             for name, group in (("2", ranks.context), ("4", meshes["context 4"].context))
@@ -101,8 +113,18 @@ def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small
             VARIANT,
             resume=f"{checkpoints}/by 2 copies",
         ),
+        "resumed experts": against_one_rank(
+            remeshed(ranks, "experts 4"),
+            Path(models),
+            Path(expected),
+            EXPERTS,
+            resume=f"{checkpoints}/{EXPERTS} by one rank",
+        ),
         "out of memory, shared rows": memory_faults.ranks_that_share_rows(
             remeshed(ranks, "context 2"), "experts", str(Path(models, VARIANTS["experts"][0]))
+        ),
+        "out of memory, divided experts": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "experts 2"), "divided experts", str(Path(models, VARIANTS["experts"][0]))
         ),
     }
 
@@ -118,7 +140,7 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
             Path(models),
             Path(expected),
             VARIANT,
-            resume=f"{checkpoints}/by one rank",
+            resume=f"{checkpoints}/{VARIANT} by one rank",
         ),
         "out of memory": memory_faults.one_rank_runs_out(
             remeshed(ranks, "2 copies"), small, memory_faults.PLACES[-1], with_third=False, **actor
@@ -126,16 +148,21 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
         "out of memory, shared rows": memory_faults.ranks_that_share_rows(
             remeshed(ranks, "context 2"), "dense", small
         ),
+        "out of memory, divided experts": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "experts 2, context 2"),
+            "divided experts, recomputed",
+            str(Path(models, VARIANTS["experts"][0])),
+        ),
     }
 
 
 def compared(
     ranks: Ranks, cases: Sequence[tuple[str, str]], models: str, expected: str, checkpoints: str
 ) -> dict[str, Any]:
-    """By mesh and variant, steps against one rank's; those of `VARIANT` write a checkpoint."""
+    """By mesh and variant, steps against one rank's; `WRITERS` write a checkpoint."""
     outcomes = {}
     for mesh, variant in cases:
-        writes = {"checkpoint": f"{checkpoints}/by {mesh}"} if variant == VARIANT else {}
+        writes = {"checkpoint": f"{checkpoints}/by {mesh}"} if (mesh, variant) in WRITERS else {}
         outcomes[f"{mesh}: {variant}"] = against_one_rank(
             remeshed(ranks, mesh), Path(models), Path(expected), variant, **writes
         )

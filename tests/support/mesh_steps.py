@@ -15,7 +15,12 @@ from torch.distributed.tensor import DTensor
 from paceline.config.run import RunConfig
 from paceline.learner.checkpoint.load import load
 from paceline.learner.checkpoint.state import trainables_of
-from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
+from paceline.learner.distributed.mesh import (
+    RankGroup,
+    form_experts_mesh,
+    form_fsdp_mesh,
+    form_rows_mesh,
+)
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.model.lora import adapter_names, with_adapters
@@ -28,16 +33,20 @@ from support.learner_scenarios import numbers, save, take_step
 
 NUM_PROMPTS = 4
 NUM_STEPS = 2
-MESHES: dict[str, tuple[int, int | None]] = {
-    "one copy": (1, None),
-    "2 copies": (1, 2),
-    "4 copies": (1, 1),
-    "context 2": (2, None),
-    "context 2, 2 copies": (2, 2),
-    "context 4": (4, None),
-    "context 4, 2 copies": (4, 2),
+MESHES: dict[str, tuple[int, int | None, int]] = {
+    "one copy": (1, None, 1),
+    "2 copies": (1, 2, 1),
+    "4 copies": (1, 1, 1),
+    "context 2": (2, None, 1),
+    "context 2, 2 copies": (2, 2, 1),
+    "context 4": (4, None, 1),
+    "context 4, 2 copies": (4, 2, 1),
+    "experts 2": (1, None, 2),
+    "experts 4": (1, None, 4),
+    "experts 2, 2 copies": (1, 2, 2),
+    "experts 2, context 2": (2, None, 2),
 }
-"""Of four ranks, by name: `learner.context_parallel` and `learner.fsdp_size`."""
+"""Of four ranks, by name: `learner.context_parallel`, `learner.fsdp_size`, `learner.expert_parallel`."""
 
 IMAGES_KIND = "qwen3_vl"
 """Each rank adds the tower's states to its own tokens in the first decoder layers, too."""
@@ -74,7 +83,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 def remeshed(ranks: Ranks, mesh: str) -> Ranks:
     """The same ranks on one of `MESHES`; every rank calls it."""
-    context, fsdp_size = MESHES[mesh]
+    context, fsdp_size, expert = MESHES[mesh]
     timeout = datetime.timedelta(seconds=WAIT_S)
     rows = form_rows_mesh("cpu", context, timeout)
     return replace(
@@ -82,6 +91,7 @@ def remeshed(ranks: Ranks, mesh: str) -> Ranks:
         data=RankGroup.of(rows.get_group("data")),
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh("cpu", fsdp_size, timeout),
+        experts=form_experts_mesh("cpu", fsdp_size, expert, timeout) if expert > 1 else None,
     )
 
 

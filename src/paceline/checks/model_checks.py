@@ -15,7 +15,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.samples.teacher_top_k import TOP_K_BYTES
 from paceline.models.facts import config_tree, family_of
-from paceline.models.model_shape import ModelShape, choice_bytes
+from paceline.models.model_shape import ModelShape, choice_bytes, num_experts_of
 from paceline.storage.demo_inputs import how_to_make
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
@@ -110,6 +110,7 @@ def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
     """
     has_experts = any("experts" in key and value for key, value in text.items())
     config.actor.require_experts(config.model.path, has_experts=has_experts)
+    config.learner.require_experts(config.model.path, num_experts_of(text))
     if config.actor.router_replay:
         _room_for_choices(config, text)
 

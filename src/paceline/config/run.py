@@ -40,7 +40,8 @@ class RunConfig(DerivedSettings):
         """Returns a copy with `actor.compile` chosen, if it is auto."""
         if self.actor.compile != "auto":
             return self
-        chosen = self.actor.model_copy(update={"compile": on_gpu and self.learner.num_context_ranks == 1})
+        exchanges = self.learner.num_context_ranks > 1 or self.learner.expert_parallel > 1
+        chosen = self.actor.model_copy(update={"compile": on_gpu and not exchanges})
         return self.model_copy(update={"actor": chosen})
 
     def with_context(self) -> RunConfig:

@@ -164,6 +164,13 @@ class LearnerConfig(Section):
         "auto: with `paceline up`, the ranks of one host, if the memory plan has room for a copy on each "
         "host; otherwise all ranks.",
     )
+    expert_parallel: int = Field(
+        1,
+        gt=0,
+        description="Ranks over which the experts of each layer are divided: a rank gathers only its part of "
+        "them, and tokens go to the ranks of their experts and back. Must divide fsdp_size, and the model's "
+        "experts. 1: every rank gathers all experts of a layer. Has no compiled form.",
+    )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores, divided among the ranks."
     )
@@ -185,7 +192,35 @@ class LearnerConfig(Section):
         for name, size in (("context_parallel", self.num_context_ranks), ("fsdp_size", self.num_shards)):
             if self.world_size % size:
                 raise ValueError(f"learner.{name}={size} must divide learner.world_size={self.world_size}")
+        if self.num_shards % self.expert_parallel:
+            raise ValueError(
+                f"learner.expert_parallel={self.expert_parallel} must divide the {self.num_shards} ranks "
+                "that share a copy of the weights (learner.fsdp_size)"
+            )
         return self
+
+    def require_experts(self, model: str, num_experts: int) -> None:
+        """Checks that the policy's experts can be divided as `expert_parallel` says.
+
+        Args:
+            model: the policy, for the message.
+            num_experts: its experts per layer.
+
+        Raises:
+            ConfigError: it has none, or a number that cannot be divided.
+        """
+        if self.expert_parallel == 1:
+            return
+        if not num_experts:
+            raise ConfigError(
+                f"learner.expert_parallel={self.expert_parallel} divides experts over ranks; {model} has no "
+                "experts: leave it out"
+            )
+        if num_experts % self.expert_parallel:
+            raise ConfigError(
+                f"the {num_experts} experts of {model} cannot be divided over {self.expert_parallel} ranks; "
+                f"set learner.expert_parallel to a divisor of {num_experts}"
+            )
 
     @property
     def num_context_ranks(self) -> int:

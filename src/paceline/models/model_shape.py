@@ -278,10 +278,16 @@ class ModelShape:
     @property
     def layer(self) -> int:
         """Number of parameters of one layer; in a model with experts, of a layer with experts."""
-        experts = 3 * self.hidden * (self.intermediate * max(1, self.num_experts) + self.shared)
-        weight = self.hidden if self.weighs_shared else 0
-        biases = self.num_experts * (1 + 2 * self.intermediate + self.hidden) if self.has_all_biases else 0
-        return self._attention + experts + biases + weight + self.hidden * (2 + self.num_experts)
+        mlp = self.experts or 3 * self.hidden * self.intermediate
+        shared = 3 * self.hidden * self.shared + (self.hidden if self.weighs_shared else 0)
+        biases = self.num_experts if self.has_all_biases else 0
+        return self._attention + mlp + shared + biases + self.hidden * (2 + self.num_experts)
+
+    @property
+    def experts(self) -> int:
+        """Number of parameters of a layer's experts, without their router; 0 without experts."""
+        biases = 2 * self.intermediate + self.hidden if self.has_all_biases else 0
+        return self.num_experts * (3 * self.hidden * self.intermediate + biases)
 
     @property
     def _dense_layer(self) -> int:
@@ -461,10 +467,15 @@ def layers_with_experts(tree: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
+def num_experts_of(tree: Mapping[str, Any]) -> int:
+    """Returns the number of experts per layer by a model's config.json; 0 if there are none."""
+    return _number(tree.get("text_config") or tree, *_NUM_EXPERTS)
+
+
 def choice_bytes(tree: Mapping[str, Any]) -> int:
     """Returns the bytes of a token's choices of experts in all layers (`ExpertChoices`); 0 without any."""
     tree = tree.get("text_config") or tree
-    num_experts = _number(tree, *_NUM_EXPERTS)
+    num_experts = num_experts_of(tree)
     if not num_experts:
         return 0
     item_bytes = 1 if num_experts <= 256 else 2

@@ -35,6 +35,9 @@ _ALL_REDUCE_S: Final = 15e-6
 _LAUNCH_S, _LAUNCH_COMPILED_S, _LAUNCH_PER_EXPERT_S = 0.15e-3, 0.05e-3, 0.07e-3
 # Share of the gathers and reductions of an update that is not hidden behind arithmetic.
 _EXPOSED: Final = 0.8
+# Exchanges of tokens with the ranks of their experts in a layer of an update: two forwards, two backwards.
+# They were not timed.
+_EXCHANGES: Final = 4
 # AdamW: bytes per parameter that are read and written; those over the bus if averages are in host memory, and
 # the bus's bytes per second.
 _OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
@@ -279,13 +282,17 @@ class _Batch:
         per_number = (_MOVED_COMPILED if compiled else _MOVED_EAGER) * self._width / 2
         moving = moved * per_number * numbers / self.card.bandwidth
         layer_passes = forward * self._micro_batches * shape.num_layers
-        by_expert = layer_passes * shape.num_experts * _LAUNCH_PER_EXPERT_S
+        num_experts = shape.num_experts / self.config.learner.expert_parallel
+        by_expert = layer_passes * num_experts * _LAUNCH_PER_EXPERT_S
         if compiled:
             return arithmetic + moving + layer_passes * _LAUNCH_COMPILED_S + by_expert
         return max(arithmetic + moving, layer_passes * _LAUNCH_S) + by_expert
 
     def _between_ranks(self) -> float:
-        """Returns the seconds of gathers and reductions that do not overlap computation."""
+        """Returns the seconds of gathers, reductions and exchanges that do not overlap computation.
+
+        Divided experts are gathered and reduced by the ranks that have the same ones.
+        """
         learner, memory, steps = self.config.learner, self.config.actor.memory, self._steps
         shards, replicas = learner.num_shards, learner.world_size // learner.num_shards
         gathers = steps if memory.keeps_gathered else 2 * self._micro_batches
@@ -293,4 +300,11 @@ class _Batch:
         reduced = self._trained * reductions
         numbers = (self.shape.num_parameters * gathers + reduced) * (shards - 1) / shards
         numbers += 2 * reduced / shards * (replicas - 1) / replicas  # an all-reduce of the shards
+        elsewhere = (learner.expert_parallel - 1) / learner.expert_parallel
+        if self.shape.num_experts and elsewhere:
+            with_experts = self.shape.num_layers - self.shape.num_dense
+            trained = reductions if self.config.model.lora is None else 0
+            numbers -= with_experts * self.shape.experts * (gathers + trained) * elsewhere
+            rows = self._tokens[0] * self.shape.num_chosen * self.shape.hidden
+            numbers += _EXCHANGES * with_experts * rows * elsewhere
         return _EXPOSED * self._width * numbers / self.card.link

@@ -89,6 +89,10 @@ def _why_not(config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[
     size, shape = ranks_per_host[0], ModelShape.of(model_tree(config.model))
     if any(ranks != size for ranks in ranks_per_host):
         return f"they have {', '.join(map(str, ranks_per_host))} ranks"
+    if size % config.learner.expert_parallel:
+        return (
+            f"learner.expert_parallel={config.learner.expert_parallel} does not divide a host's {size} ranks"
+        )
     if len(totals) < len(ranks_per_host):
         return "HOSTS.yaml does not name the card of each"
     if shape is None:

@@ -157,6 +157,7 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
         silent_s,
         settings.num_context_ranks,
         settings.ranks_per_copy,
+        settings.expert_parallel,
     ]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, head)
@@ -191,8 +192,10 @@ def _serve(
     device_word, devices, threads, timeout_s, silent_s, *sizes = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
-    context, fsdp_size = sizes
-    ranks = form_group(environment, store, device, timeout_s, context=context, fsdp_size=fsdp_size)
+    context, fsdp_size, expert = sizes
+    ranks = form_group(
+        environment, store, device, timeout_s, context=context, fsdp_size=fsdp_size, expert=expert
+    )
     beating = (
         Heartbeats(ranks, limit_s=silent_s, lost=head.lost, told=head.told_to_end)
         if head

@@ -29,7 +29,6 @@ from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.checkpoint.state import State, state_of_trainable
 from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints
 from paceline.learner.distributed.catching_up import count_collectives
-from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
@@ -78,6 +77,7 @@ def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
         settings.collective_timeout_s,
         context=settings.num_context_ranks,
         fsdp_size=settings.ranks_per_copy,
+        expert=settings.expert_parallel,
     )
 
 
@@ -148,7 +148,7 @@ class Tuner(Generic[N]):
                 network,
                 weight_decay=tuning.weight_decay,
                 grad_clip=tuning.grad_clip,
-                host=host_mesh(ranks) if tuning.memory.offloads else None,
+                offloads=tuning.memory.offloads,
             ),
             schedule=Schedule(
                 peak=tuning.lr,

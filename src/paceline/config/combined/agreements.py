@@ -311,11 +311,13 @@ def _teacher_has_a_use(config: DerivedSettings) -> None:
         raise ValueError(f"algorithm.teacher does not go with {reason}")
 
 
-def _context_is_not_compiled(config: DerivedSettings) -> None:
-    if config.learner.num_context_ranks > 1 and config.actor.compiles:
-        raise ValueError(
-            "learner.context_parallel has no compiled form; set actor.compile: false or leave it out"
-        )
+def _exchanges_are_not_compiled(config: DerivedSettings) -> None:
+    exchanges = {
+        "context_parallel": config.learner.num_context_ranks > 1,
+        "expert_parallel": config.learner.expert_parallel > 1,
+    }
+    if config.actor.compiles and (name := _first_of(exchanges)):
+        raise ValueError(f"learner.{name} has no compiled form; set actor.compile: false or leave it out")
 
 
 def _rows_fit_into_messages(config: DerivedSettings) -> None:
@@ -407,7 +409,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _servers_can_have_other_engines,
     _frozen_networks_have_a_use,
     _teacher_has_a_use,
-    _context_is_not_compiled,
+    _exchanges_are_not_compiled,
     _rows_fit_into_messages,
     _batches_fit,
 )

@@ -99,7 +99,11 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
     if missing:
         raise ConfigError(f"no host runs {' or '.join(missing)}: give one of them {missing[0]}: 1")
     learner, num_ranks = config.learner, counts["learner"]
-    sizes = {"context_parallel": learner.num_context_ranks, "fsdp_size": learner.ranks_per_copy or 1}
+    sizes = {
+        "context_parallel": learner.num_context_ranks,
+        "fsdp_size": learner.ranks_per_copy or 1,
+        "expert_parallel": learner.expert_parallel,
+    }
     for name, size in sizes.items():
         if num_ranks % size:
             raise ConfigError(f"learner.{name}={size} must divide the {num_ranks} learner ranks of the hosts")

@@ -36,6 +36,7 @@ class LearnerMemory:
         bytes_per_gradient: bytes per number of the type in which gradients are summed.
         num_tokens: number of tokens of a micro-batch on a rank, with the patches of its images.
         context: ranks that share the tokens of a micro-batch; each computes all of its images.
+        expert: ranks over which the experts of a layer are divided; each is assumed to get as many tokens.
         kept_share: share of the activations that the update keeps.
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
@@ -70,6 +71,7 @@ class LearnerMemory:
     num_merged: int = 0
     has_images: bool = False
     context: int = 1
+    expert: int = 1
     gpu_bytes: int = 0
     muon: bool = False
     critic_muon: bool = False
@@ -109,6 +111,7 @@ class LearnerMemory:
             num_merged=sum(part.size for part in experts) // max(1, shape.num_layers - shape.num_dense),
             has_images=has_images(config),
             context=config.learner.num_context_ranks,
+            expert=config.learner.expert_parallel,
             gpu_bytes=max(totals, default=0),
             muon=actor.optim.type == "muon",
             critic_muon=config.critic.optim.type == "muon",
@@ -159,7 +162,7 @@ class LearnerMemory:
 
         Activations are those of one layer; for compiled policy and critic, those of the update's graph.
         """
-        activations = self._activations if self.compiled else self._layer
+        activations = self._activations if self.compiled else self._layer + self._exchanged
         visiting = self._frozen if self.offloads_frozen else {}
         visitor = max(visiting, key=lambda name: visiting[name], default="")
         frozen = [self.changed(shape=shape, keeps_gathered=False) for shape in self.frozen.values()]
@@ -253,7 +256,7 @@ class LearnerMemory:
     @property
     def _gradients(self) -> int:
         """Bytes of whole gradients, or of this rank's share and of the layers that are being reduced."""
-        numbers, in_flight = self.shape.num_parameters, self._in_flight
+        numbers, in_flight = self._num_gathered, self._in_flight
         if not self.has_critic and self.num_adapters:
             numbers, in_flight = self.num_adapters, 2 * self.num_adapters // self.shape.num_layers
         if self.accumulates:
@@ -266,12 +269,23 @@ class LearnerMemory:
 
         A layer's experts with adapters are merged, and in the backward pass have a gradient of that size.
         """
-        number = self.shape.num_parameters if self.keeps_gathered else self._in_flight
-        return self.bytes_per_number * (number + self.shape.num_frozen + 2 * self.num_merged)
+        number = self._num_gathered if self.keeps_gathered else self._in_flight
+        merged = 2 * self.num_merged // self.expert
+        return self.bytes_per_number * (number + self.shape.num_frozen + merged)
+
+    @property
+    def _num_gathered(self) -> int:
+        """Number of the parameters that a rank gathers in a pass: all but other ranks' experts."""
+        return self.shape.num_parameters - (self.shape.num_layers - self.shape.num_dense) * self._elsewhere
 
     @property
     def _in_flight(self) -> int:
-        return self.shape.root + 2 * self.shape.layer
+        return self.shape.root + 2 * (self.shape.layer - self._elsewhere)
+
+    @property
+    def _elsewhere(self) -> int:
+        """Number of the parameters of a layer's experts that a rank does not gather."""
+        return self.shape.experts * (self.expert - 1) // self.expert
 
     @property
     def _of_images(self) -> int:
@@ -295,11 +309,19 @@ class LearnerMemory:
     @property
     def _activations(self) -> int:
         """Bytes in all layers: inputs of recomputing layers, one such layer in full, and what others keep."""
-        if self.compiled and self.kept_share:
+        if self.compiled and self.kept_share:  # no compiled layers exchange tokens
             return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
         inputs = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
-        return inputs + (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
+        kept = (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
+        return inputs + kept + self._exchanged
+
+    @property
+    def _exchanged(self) -> int:
+        """Bytes of a layer's tokens that are on their way to experts and back."""
+        if self.expert == 1 or not self.shape.num_experts:
+            return 0
+        return 2 * self.num_tokens * self.shape.num_chosen * self.shape.hidden * self.bytes_per_number
 
     @property
     def _layer(self) -> int:

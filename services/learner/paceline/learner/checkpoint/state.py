@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.learner.checkpoint.manifest import Base
-from paceline.learner.distributed.host_memory import host_mesh, local_part, pinned_memory, sharded_like
+from paceline.learner.distributed.host_memory import local_part, pinned_memory, sharded_like
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.model.lora import described
@@ -75,7 +75,6 @@ class HostCopy:
 
     def __init__(self, ranks: Ranks) -> None:
         self._device = ranks.device
-        self._mesh = host_mesh(ranks)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
@@ -96,7 +95,7 @@ class HostCopy:
                 local = local_part(tensor)
                 place = self._buffer[offset : offset + local.nbytes].view(local.dtype).view(local.shape)
                 place.copy_(local, non_blocking=True)
-                copied[part][name] = sharded_like(tensor, place, self._mesh)
+                copied[part][name] = sharded_like(tensor, place)
                 offset += _padded(local)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -12,6 +12,10 @@ Ranks that share rows also exchange tokens and sums, whose sizes depend on the m
 again with the micro-batch's loss; the network still computes two masked tokens, and sends zeros of the sizes
 that the others expect (`CountedGroup`).
 
+Ranks that divide experts announce how many tokens they send. After the failure this rank announces none, and
+for what it announced before it sends zeros. It computes no tokens of other ranks: they get zeros back
+(`CountedExperts`).
+
 If the mesh has replicas, FSDP averages a module's shards over them with an all-reduce of its own. That one
 can only be switched off, which is done for modules whose shards were averaged before the failure.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from paceline.learner.distributed.mesh import RankGroup
+from paceline.learner.distributed.mesh import RankGroup, Route
 from paceline.learner.distributed.ranks import Ranks
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -46,7 +50,8 @@ class PassCollectives:
     """
 
     def __init__(self, network: Any, *, has_replicas: bool) -> None:
-        self._gathers, self._scatters, self._exchanges = _Gather(), _Scatter(), Exchanges()
+        self._gathers, self._scatters = _Gather(), _Scatter()
+        self._exchanges, self._tokens = Exchanges(), TokenExchanges()
         if (group := network.context) is not None:
             network.context = CountedGroup(
                 rank=group.rank,
@@ -56,6 +61,13 @@ class PassCollectives:
             )
         self._averaged: list[FSDPModule] = []
         for module in network.modules():
+            if (experts := getattr(module, "expert_group", None)) is not None:
+                module.expert_group = CountedExperts(
+                    rank=experts.rank,
+                    size=experts.size,
+                    process_group=experts.process_group,
+                    exchanges=self._tokens,
+                )
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(self._gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(self._scatters)  # type: ignore[arg-type]
@@ -73,18 +85,19 @@ class PassCollectives:
         self._scatters.begin(again=again, goes_on=False)
         self._gathers.begin(again=again, goes_on=still_gathered)
         self._exchanges.begin(again=again, goes_on=False)
+        self._tokens.begin(again=again, goes_on=False)
         averaged, self._averaged = self._averaged, []
         for module in averaged if again else ():
             module.set_requires_all_reduce(False, recurse=False)
 
     @contextmanager
     def without_tokens(self) -> Iterator[None]:
-        """Leaves this rank's tokens of the shared micro-batch out of the network's passes."""
-        self._exchanges.is_absent = True
+        """Leaves this rank's tokens of the shared micro-batch, and all tokens of experts, out of passes."""
+        self._exchanges.is_absent = self._tokens.is_absent = True
         try:
             yield
         finally:
-            self._exchanges.is_absent = False
+            self._exchanges.is_absent = self._tokens.is_absent = False
 
     def _note_averaged(self, module: FSDPModule, shards: Tensor) -> None:
         self._averaged.append(module)
@@ -199,6 +212,60 @@ class Exchanges(_Comm):
     def __init__(self) -> None:
         super().__init__()
         self.is_absent, self.num_tokens = False, 0
+
+
+class TokenExchanges(_Comm):
+    """Exchanges of tokens among ranks that divide experts.
+
+    Attributes:
+        is_absent: whether this rank computes no tokens of experts, and sends zeros in the place of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_absent = False
+        self._routes: list[Route] = []
+        self._earlier: list[Route] = []
+
+    def begin(self, *, again: bool, goes_on: bool) -> None:
+        """Begins a pass; `again`: routes that the failed pass announced are those of this one."""
+        super().begin(again=again, goes_on=goes_on)
+        self._routes, self._earlier = [], self._routes if again else []
+
+    def route(self, announce: Callable[[], Route]) -> Route:
+        """Returns the next route; announces it unless the failed pass did."""
+        route = announce() if self.take_part() else self._earlier[len(self._routes)]
+        self._routes.append(route)
+        return route
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedExperts(RankGroup):
+    """Ranks that divide experts, whose exchanges are counted, and in which this one may be absent."""
+
+    exchanges: TokenExchanges
+
+    def route(self, counts: Tensor) -> Route:
+        """Announces rows; if absent, this rank announces none, and computes none."""
+        is_absent = self.exchanges.is_absent
+        announced = counts.new_zeros(counts.shape) if is_absent else counts
+        route = self.exchanges.route(partial(RankGroup.route, self, announced))
+        if not is_absent:
+            return route
+        kept = int(counts.sum().item())
+        return replace(route, counts=torch.zeros_like(counts), num_sent=kept, num_received=0)
+
+    def exchange_rows(self, rows: Tensor, route: Route) -> Tensor:
+        """Exchanges rows; if absent, the others get zeros, and so does this rank."""
+        is_absent = self.exchanges.is_absent
+        sent, announced = rows, route
+        if is_absent:
+            sent = rows.new_zeros(sum(route.sends), *rows.shape[1:])
+            announced = replace(route, num_received=sum(route.receives))
+        received = sent
+        if self.exchanges.take_part():
+            received = RankGroup.exchange_rows(self, sent, announced)
+        return rows.new_zeros(route.num_received, *rows.shape[1:]) if is_absent else received
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

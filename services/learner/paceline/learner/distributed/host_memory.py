@@ -5,24 +5,22 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from paceline.learner.distributed.ranks import Ranks
-
 log = logging.getLogger(__name__)
 
 
-def host_mesh(ranks: Ranks) -> DeviceMesh:
-    """Makes a mesh of the ranks' CPUs, because CPU tensors cannot be sharded over a mesh of GPUs."""
-    return ranks.fsdp if ranks.device.type == "cpu" else cpu_mesh_like(ranks.fsdp)
-
-
+@cache
 def cpu_mesh_like(mesh: DeviceMesh) -> DeviceMesh:
-    """Makes a mesh of CPUs with another mesh's shape and groups; it only describes shards."""
+    """Makes a mesh of CPUs with another mesh's shape and groups; it only describes shards.
+
+    CPU tensors cannot be sharded over a mesh of GPUs.
+    """
     return DeviceMesh.from_group(
         mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
     )
@@ -33,20 +31,22 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+def sharded_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Returns the tensor whose part on this rank is `local`, sharded by rows like another tensor.
 
     Args:
         tensor: the other tensor; it has as many rows.
-        local: this rank's rows, which may have another shape.
-        mesh: mesh of the result; None: that of `tensor`.
+        local: this rank's rows, which may have another shape, and may be on the CPU.
     """
     if not isinstance(tensor, DTensor):
         return local
+    mesh = tensor.device_mesh
+    if local.device.type != mesh.device_type:
+        mesh = cpu_mesh_like(mesh)
     shape = torch.Size((tensor.shape[0], *local.shape[1:])) if tensor.ndim else tensor.shape
     return DTensor.from_local(
         local,
-        mesh or tensor.device_mesh,
+        mesh,
         tensor.placements,
         run_check=False,
         shape=shape,

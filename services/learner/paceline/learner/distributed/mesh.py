@@ -5,16 +5,18 @@
     context    different tokens of the same rows    attention
     shard      different shards of the parameters   gathers of weights, averages of gradients
     replicate  the same shards of the parameters    averages of the shards' gradients
+    expert     different experts of every layer     exchanges of tokens
 
-There are two views of all ranks: (data, context), and (replicate, shard) for FSDP. In each, the last
-dimension runs fastest, so that ranks which talk most are on one host. Dimensions of different views overlap:
-without `replicate`, FSDP shards over data and context together.
+There are two views of all ranks: (data, context), and (replicate, shard) for FSDP. With expert parallelism, a
+third one is for the experts: (replicate, shard, expert). In each, the last dimension runs fastest, so that
+ranks which talk most are on one host. Dimensions of different views overlap: without `replicate`, FSDP shards
+over data and context together.
 """
 
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Route:
+    """How many rows this rank exchanges with each of n ranks, which it computes for them.
+
+    Attributes:
+        sends: rows to each rank.
+        receives: rows from each rank.
+        counts: (n, m) int64, of the rows from each rank, how many are of each kind.
+        num_sent: this rank's own rows.
+        num_received: rows that this rank computes.
+    """
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    counts: Tensor
+    num_sent: int
+    num_received: int
+
+    @property
+    def back(self) -> Route:
+        """The same rows on their way back."""
+        return replace(
+            self,
+            sends=self.receives,
+            receives=self.sends,
+            num_sent=self.num_received,
+            num_received=self.num_sent,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +86,34 @@ class RankGroup:
         sent = blocks.detach().contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.process_group)
+        return received
+
+    def route(self, counts: Tensor) -> Route:
+        """Tells the ranks how many rows they will get, by kind; waits for the device.
+
+        Args:
+            counts: (n, m) int64, of the rows for each rank, how many are of each kind.
+        """
+        received = RankGroup.all_to_all(self, counts)
+        sends, receives = torch.stack([counts.sum(-1), received.sum(-1)]).tolist()
+        return Route(
+            sends=tuple(sends),
+            receives=tuple(receives),
+            counts=received,
+            num_sent=sum(sends),
+            num_received=sum(receives),
+        )
+
+    def exchange_rows(self, rows: Tensor, route: Route) -> Tensor:
+        """Sends rows (num_sent, ...), in the order of ranks; returns (num_received, ...), in that order."""
+        received = rows.new_empty(route.num_received, *rows.shape[1:])
+        dist.all_to_all_single(
+            received,
+            rows.detach().contiguous(),
+            list(route.receives),
+            list(route.sends),
+            group=self.process_group,
+        )
         return received
 
     def all_max(self, values: Tensor) -> Tensor:
@@ -109,6 +169,32 @@ def form_fsdp_mesh(device_type: str, size: int | None, timeout: datetime.timedel
     if size == world_size:
         return _form(device_type, (size,), ("shard",), timeout)
     return _form(device_type, (world_size // size, size), ("replicate", "shard"), timeout)
+
+
+def form_experts_mesh(
+    device_type: str, size: int | None, expert: int, timeout: datetime.timedelta
+) -> DeviceMesh:
+    """Forms the dimensions of experts: "shard" and "expert", after "replicate" if there are several copies.
+
+    Args:
+        device_type: type of device of the tensors that ranks exchange.
+        size: ranks that share one copy of the parameters; None: all.
+        expert: ranks over which the experts of a layer are divided.
+        timeout: bounds every wait of one rank for another.
+
+    Raises:
+        ConfigError: `expert` does not divide the number of ranks that share a copy.
+    """
+    world_size = dist.get_world_size()
+    size = size or world_size
+    if size % expert:
+        raise ConfigError(
+            f"the experts of a copy on {size} ranks cannot be divided in groups of {expert}; set "
+            f"learner.expert_parallel to a divisor of {size}"
+        )
+    shape, names = (world_size // size, size // expert, expert), ("replicate", "shard", "expert")
+    skipped = 1 if size == world_size else 0
+    return _form(device_type, shape[skipped:], names[skipped:], timeout)
 
 
 def _form(

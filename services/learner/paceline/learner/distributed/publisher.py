@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import ModelError, WeightSyncError
+from paceline.learner.distributed.shards import own_box
 from paceline.weights.digest.agreement import Atom, DigestReport, digest_atoms, pack_places
 from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
-from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, Supply, assign_sources
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
@@ -75,7 +75,9 @@ class WeightPublisher:
         dtypes: dict[torch.dtype, str] = {}
         for name, param in self._parameters().items():
             dtypes.setdefault(param.dtype, name)
-            box = _local_box(name, param)
+            if not param.ndim:
+                raise ModelError(f"{name}: a parameter without dimensions cannot be published; exclude it")
+            box = own_box(param, name)
             if box.volume:
                 offset = (0,) * len(box.start)
                 shape = tuple(param.shape)
@@ -224,29 +226,3 @@ def _state_dict_name(path: str) -> str:
 def _local(param: torch.Tensor) -> torch.Tensor:
     # Without gradients `to_local` returns the same, but takes 4 microseconds per parameter.
     return param._local_tensor if isinstance(param, DTensor) else param.detach()
-
-
-def _local_box(name: str, param: torch.Tensor) -> Box:
-    """Returns the box of a parameter that this rank holds."""
-    full = Box.full(tuple(param.shape))
-    if not full.start:
-        raise ModelError(f"{name}: a parameter without dimensions cannot be published; exclude it")
-    if not isinstance(param, DTensor):
-        return full
-    mesh = param.device_mesh
-    sharded = [dim for dim, placement in enumerate(param.placements) if not isinstance(placement, Replicate)]
-    if not sharded:
-        return full
-    placement = param.placements[sharded[0]]
-    if len(sharded) > 1 or type(placement) is not Shard:
-        raise ModelError(
-            f"{name}: placements {param.placements} give a rank no single box; shard each parameter along "
-            "one mesh dimension and replicate it along the others"
-        )
-    dim = placement.dim
-    rank, size = mesh.get_local_rank(sharded[0]), mesh.size(sharded[0])
-    first, last = chunk_rows(full.stop[dim], rank, size)
-    box = full.split(dim, last)[0].split(dim, first)[1]
-    if tuple(param.to_local().shape) != box.shape:
-        raise ModelError(f"{name}: the shard has shape {tuple(param.to_local().shape)}, expected {box.shape}")
-    return box

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
+from paceline.learner.distributed.mesh import RankGroup, form_experts_mesh, form_fsdp_mesh, form_rows_mesh
 from paceline.service.addresses import choose_for_gloo, choose_for_nccl, is_loopback, join
 from paceline.service.ports import warn_of_kernel
 from paceline.weights.transport import rendezvous
@@ -109,6 +109,8 @@ class Ranks:
             tokens of its rows.
         fsdp: all ranks as FSDP sees them: "shard", the ranks that share one copy of the parameters, after
             "replicate" if there are several copies. Gradients are averaged over both.
+        experts: all ranks by the experts that they have: `fsdp` with "expert" as its last dimension, the
+            ranks over which the experts of a layer are divided; None if no rank has experts of its own.
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another gloo group, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
@@ -122,6 +124,7 @@ class Ranks:
     control: dist.ProcessGroup
     storage: dist.ProcessGroup
     store: Store
+    experts: DeviceMesh | None = None
 
 
 def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
@@ -197,6 +200,7 @@ def form_group(
     *,
     context: int = 1,
     fsdp_size: int | None = None,
+    expert: int = 1,
 ) -> Ranks:
     """Forms the process groups; every rank calls it.
 
@@ -205,9 +209,11 @@ def form_group(
         timeout_s: bounds this and every later wait of one rank for another.
         context: ranks that share the tokens of each row.
         fsdp_size: ranks that share one copy of the parameters; None: all.
+        expert: ranks over which the experts of a layer are divided.
 
     Raises:
-        ConfigError: `context` or `fsdp_size` does not divide the number of ranks.
+        ConfigError: `context` or `fsdp_size` does not divide the number of ranks, or `expert` does not divide
+            `fsdp_size`.
         RuntimeError: a rank did not join in time.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -231,6 +237,7 @@ def form_group(
         data=RankGroup.of(rows.get_group("data")),
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh(device.type, fsdp_size, timeout),
+        experts=form_experts_mesh(device.type, fsdp_size, expert, timeout) if expert > 1 else None,
         control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,

@@ -139,6 +139,13 @@ def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
     return [module for module in lm.modules() if type(module).__name__.endswith("GatedDeltaNet")]
 
 
+def stacks_of(module: nn.Module) -> list[str]:
+    """Returns the parameters of a module that stack the matrices of a layer's experts; none for others."""
+    if not type(module).__name__.endswith("Experts"):
+        return []
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+
+
 def require_shared_tokens(config: Any, num_ranks: int) -> None:
     """Refuses a model if `num_ranks` ranks cannot share the tokens of its rows.
 

@@ -24,9 +24,11 @@ from transformers import AutoConfig
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.distributed.shards import own_box
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
+from paceline.learner.model.decoder.expert_parallel import divide_experts, spread_experts
 from paceline.learner.model.decoder.experts import (
     note_choices,
     use_correction_parameters,
@@ -47,7 +49,6 @@ from paceline.learner.model.tensor_files import ModelFiles, ReadRows
 from paceline.models.facts import family_of
 from paceline.storage.weight_files import require_plain_weights, weight_files
 from paceline.weights import corrections
-from paceline.weights.geometry.layout import chunk_rows
 
 VALUE_HEAD_STD = 0.01
 BLOCK = 1 << 24
@@ -208,12 +209,8 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     """Returns this rank's part of a parameter, and its rows [start, stop) in dimension 0."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, parameter.shape[0]
-    mesh, (*others, shard) = parameter.device_mesh, parameter.placements
-    assert shard.is_shard(0)
-    assert all(other.is_replicate() for other in others)
-    dim = len(others)
-    start, stop = chunk_rows(parameter.shape[0], mesh.get_local_rank(dim), mesh.size(dim))
-    return parameter.to_local(), start, stop
+    box = own_box(parameter)
+    return parameter.to_local(), box.start[0], box.stop[0]
 
 
 def hugging_face_names(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -296,7 +293,10 @@ def _materialise(
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     options.apply(lm, decoder_layers(body), ranks.device)
     for layer in decoder_layers(body):
+        divided = [] if ranks.experts is None else divide_experts(layer, ranks.experts.size(-1))
         give_storage(layer, lm, ranks.device, precision.store)
+        for experts in divided:
+            _shard_experts(experts, ranks, policy, options)
         fully_shard(layer, mesh=ranks.fsdp, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
         if options.compiled:
             take_numbers_as_known(layer)
@@ -305,6 +305,27 @@ def _materialise(
         lm.tie_weights()  # tied parameters got storage one by one
     # Inputs are not cast, because FSDP would copy all rows of the micro-batch.
     fully_shard(network, mesh=ranks.fsdp, mp_policy=replace(policy, cast_forward_inputs=False))
+
+
+def _shard_experts(
+    experts: nn.Module, ranks: Ranks, policy: MixedPrecisionPolicy, options: LayerOptions
+) -> None:
+    """Shards this rank's experts of a layer over the ranks with the same experts."""
+    assert ranks.experts is not None
+    *sharding, expert = ranks.experts.mesh_dim_names or ()
+    spread_experts(experts, ranks.experts[expert])
+    fully_shard(
+        experts,
+        mesh=ranks.experts[tuple(sharding)],
+        # Weights of choices may be float32, and are multiplied in it.
+        mp_policy=replace(policy, cast_forward_inputs=False),
+        reshard_after_forward=not options.keep_gathered,
+    )
+    fsdp = as_fsdp(experts)
+    # FSDP would divide by the ranks that it reduces over, but each had the tokens of its group already.
+    fsdp.set_gradient_divide_factor(float(ranks.fsdp.size()))
+    if ranks.experts.size(-2) > 1:  # alone, FSDP would divide twice
+        fsdp.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
 
 def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:

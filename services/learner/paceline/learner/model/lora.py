@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ConfigError
-from paceline.learner.model.architectures import UncompilableError
+from paceline.learner.model.architectures import UncompilableError, stacks_of
 
 A, B = ".lora_a", ".lora_b"
 """Endings of the names of an adapter's two matrices."""
@@ -223,7 +223,7 @@ def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None
             matrix's size.
     """
     linears = [(name, module) for name, module in layers.named_modules() if type(module) is nn.Linear]
-    stacks = [(module, _stacks(module)) for module in layers.modules() if _stacks(module)]
+    stacks = [(module, stacks_of(module)) for module in layers.modules() if stacks_of(module)]
     leaves = {name.rpartition(".")[2] for name, _ in linears}.union(*(names for _, names in stacks))
     unknown = [target for target in lora.targets if target not in (*leaves, _ALL)]
     if unknown:
@@ -258,13 +258,6 @@ def require_compilable_adapters(lm: nn.Module) -> None:
             f"experts of {type(lm).__name__} have adapters, and compiled layers would keep their merged "
             "matrices; set actor.compile: false, or leave the experts out of model.lora.targets"
         )
-
-
-def _stacks(module: nn.Module) -> list[str]:
-    """Returns the parameters of a module that stack the matrices of experts."""
-    if not type(module).__name__.endswith("Experts"):
-        return []
-    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
 
 
 def described(lm: nn.Module, lora: LoraConfig) -> LoraConfig:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.learner.distributed.host_memory import local_part, pinned_memory, sharded_like
 from paceline.learner.train.state.compact_averages import float32_step, is_compact, step_compact
@@ -29,18 +28,17 @@ _ALIGNMENT: Final = 16
 
 
 def zero_averages(
-    forms: Mapping[nn.Parameter, Mapping[str, Form]], host: DeviceMesh | None
+    forms: Mapping[nn.Parameter, Mapping[str, Form]], *, on_host: bool
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Returns averages of zeros, by parameter and name, sharded like the parameters.
 
     Args:
         forms: type and shape of each parameter's averages, by name.
-        host: a CPU mesh in the shape of the parameters' mesh, for averages in pinned memory; None: on the
-            parameters' device.
+        on_host: whether they are in host memory, pinned for parameters on a GPU.
     """
     sizes = [_num_bytes(form) for own in forms.values() for form in own.values()]
     buffer = torch.empty(0, dtype=torch.uint8)
-    if host is not None:
+    if on_host:
         pinned = any(local_part(parameter).is_cuda for parameter in forms)
         buffer = pinned_memory(sum(sizes)) if pinned else torch.zeros(sum(sizes), dtype=torch.uint8)
     averages: dict[Tensor, dict[str, Tensor]] = {}
@@ -48,12 +46,12 @@ def zero_averages(
     for parameter, own in forms.items():
         averages[parameter] = {}
         for name, (dtype, shape) in own.items():
-            if host is None:
+            if not on_host:
                 place = torch.zeros(shape, dtype=dtype, device=local_part(parameter).device)
             else:
                 place = buffer[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
                 begin += _num_bytes((dtype, shape))
-            averages[parameter][name] = sharded_like(parameter, place, host)
+            averages[parameter][name] = sharded_like(parameter, place)
     return averages
 
 

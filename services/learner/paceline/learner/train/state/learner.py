@@ -19,7 +19,6 @@ from paceline.core.guard import Histories
 from paceline.core.samples.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.collectives import broadcast_bytes
-from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder import flash_attention
 from paceline.learner.model.decoder.compiling import CompileClock
@@ -42,6 +41,7 @@ from paceline.learner.train.state.optimizer import N, Optimizer, Trainable
 from paceline.learner.train.state.schedule import Schedule
 from paceline.learner.train.state.shared_prompts import SharedPrompts
 from paceline.models.facts import family_of
+from paceline.models.model_shape import num_experts_of
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class Learner:
             adapter_seed=seed,
         )
         config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
+        config.learner.require_experts(model.path, _num_experts(policy.lm))
         if config.actor.router_replay:
             policy.replay_choices()
         flash_attention.prepare(policy.lm.config, compute, ranks.device)
@@ -206,6 +207,10 @@ def _digest(
     return broadcast_bytes(own.encode(), ranks).decode()
 
 
+def _num_experts(lm: Any) -> int:
+    return num_experts_of(lm.config.to_dict())
+
+
 def _random_seed(config: RunConfig) -> int | None:
     """Returns the seed of random weights; None if they are read."""
     return config.trainer.seed if config.model.load_format == "random" else None
@@ -227,7 +232,7 @@ def _trainable(
             muon_momentum=optim.momentum if optim.type == "muon" else None,
             compact=optim.type == "adamw_8bit",
             grad_clip=grad_clip,
-            host=host_mesh(ranks) if config.actor.memory.offloads else None,
+            offloads=config.actor.memory.offloads,
         ),
         schedule=Schedule(
             peak=optim.lr,

@@ -23,8 +23,11 @@ MOMENTUM: Final = "momentum_buffer"
 
 
 def is_muons(name: str, parameter: Tensor) -> bool:
-    """Returns whether a parameter of this name is a matrix of a layer; the others are AdamW's."""
-    return parameter.ndim == 2 and ".layers." in f".{name}"
+    """Returns whether a parameter of this name is a matrix of a layer; the others are AdamW's.
+
+    The biases of a layer's experts are stacked, but they are no matrix.
+    """
+    return parameter.ndim == 2 and ".layers." in f".{name}" and ".experts." not in name
 
 
 class Muon:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import EnvironmentLackError
@@ -101,7 +101,7 @@ class Optimizer:
         muon_momentum: momentum of Muon on the layers' matrices; None: AdamW on all parameters.
         compact: whether the matrices' averages have 8 bits; not with Muon.
         grad_clip: largest global norm of the gradient.
-        host: a CPU mesh for the averages; None: on the parameters' device.
+        offloads: whether the averages are in host memory.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Optimizer:
         muon_momentum: float | None = None,
         compact: bool = False,
         grad_clip: float = 1.0,
-        host: DeviceMesh | None = None,
+        offloads: bool = False,
     ) -> None:
-        self._host, self._compact = host, compact
+        self._offloads, self._compact = offloads, compact
         self._network, self._grad_clip = network, grad_clip
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         matrices = {
@@ -132,14 +132,19 @@ class Optimizer:
         others = [parameter for parameter in self._parameters if parameter not in matrices]
         # If Muon has all trained parameters (adapters), none are left, and torch refuses an empty list.
         self._adamw = torch.optim.AdamW(
-            others or [{"params": []}], lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            [{"params": group} for group in by_mesh(others)] or [{"params": []}],
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
         )
 
     def make_averages(self) -> None:
         """Creates averages of zeros, into which a checkpoint can be loaded."""
         of_muon = set(self._muon.parameters)
         forms = {parameter: self._forms(parameter, of_muon) for parameter in self._parameters}
-        averages = zero_averages(forms, self._host)
+        averages = zero_averages(forms, on_host=self._offloads)
         for parameter, state in averages.items():
             if parameter in of_muon:
                 self._muon.state[parameter] = state
@@ -164,10 +169,7 @@ class Optimizer:
             loss_is_finite: whether the mini-batch's loss over all ranks is finite.
             veto: called with the gradient's norm if all is finite; returns why to skip the step, or "".
         """
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(grads)
-        if isinstance(total_norm, DTensor):
-            total_norm = total_norm.full_tensor()
+        total_norm = _norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
         norm = float(total_norm)
         finite = loss_is_finite and math.isfinite(norm)
         if not finite:
@@ -175,11 +177,12 @@ class Optimizer:
         else:
             reason = veto(norm) if veto is not None else ""
         if not reason:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total_norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
+            for group in by_mesh(self._parameters):
+                torch.nn.utils.clip_grads_with_norm_(group, self._grad_clip, total_norm)
+            for settings in self._adamw.param_groups:
+                settings["lr"] = lr
             self._muon.step(lr)
-            if self._host is None and not self._compact:
+            if not (self._offloads or self._compact):
                 self._adamw.step()
             else:
                 step_in_parts(self._adamw)
@@ -202,6 +205,34 @@ class Optimizer:
             state = self._muon.state.get(parameter) or self._adamw.state.get(parameter, {})
             for kind, tensor in sorted(state.items()):
                 yield name, kind, tensor
+
+
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Groups tensors by the mesh over which they are sharded: torch's operations on lists need one mesh."""
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of all gradients together, over all ranks."""
+    norms = [_norm_on_mesh(group) for group in by_mesh(gradients)] or [torch.zeros(())]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
+
+def _norm_on_mesh(gradients: Sequence[Tensor]) -> Tensor:
+    first = gradients[0]
+    placements = first.placements if isinstance(first, DTensor) else ()
+    sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if not isinstance(first, DTensor) or len(sharded) < 2:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # torch would warn that it reduces over one dimension after the other.
+    squares = torch.nn.utils.get_total_norm([local_part(gradient) for gradient in gradients]).square()
+    for dim in sharded:
+        dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
+    return squares.sqrt()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -355,15 +386,19 @@ class Trainable(Generic[N]):
         """Takes part in a micro-batch's collectives without its tokens.
 
         Raises:
-            EnvironmentLackError: there is no memory even for this rank's messages in context parallelism.
+            EnvironmentLackError: there is no memory even for this rank's messages in context or expert
+                parallelism.
         """
-        if ranks.context is None or self.collectives is None:
+        if self.collectives is None:
             self._filler_pass(ranks)
             return
         try:
             with self.collectives.without_tokens():
-                loss, _ = part_loss()
-                torch.autograd.backward(loss * 0.0)
+                if ranks.context is None:
+                    self._filler_pass(ranks)
+                else:
+                    loss, _ = part_loss()
+                    torch.autograd.backward(loss * 0.0)
         except torch.OutOfMemoryError as error:
             reason, lower = str(error).partition(". ")[0], _LOWER.replace("lower", "Lower", 1)
             raise EnvironmentLackError(

@@ -1,0 +1,163 @@
+"""Divides the experts of a layer over ranks; tokens go to the ranks of their experts and come back.
+
+    tokens (T, H) -> a row per choice (T K, H), by expert -- all-to-all --> rows for this rank's E/n experts
+    -> their matrices -- all-to-all --> (T K, H) -> weighted sums (T, H)
+
+Both exchanges are differentiable. A rank's experts see the tokens of all n ranks, so their gradients are sums
+over these already.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from paceline.core.errors import ConfigError
+from paceline.learner.distributed.mesh import RankGroup, Route
+from paceline.learner.model.architectures import stacks_of
+
+
+def divide_experts(layer: nn.Module, num_ranks: int) -> list[nn.Module]:
+    """Leaves each rank its share of a layer's experts, before the layer has storage.
+
+    Returns:
+        The modules of experts, of which `spread_experts` makes those of a group.
+
+    Raises:
+        ConfigError: the experts cannot be divided evenly, or do not compute token by token.
+    """
+    divided = [module for module in layer.modules() if stacks_of(module)]
+    for experts in divided:
+        num_experts = getattr(experts, stacks_of(experts)[0]).shape[0]
+        if num_experts % num_ranks:
+            raise ConfigError(
+                f"{num_experts} experts cannot be divided over {num_ranks} ranks; set "
+                f"learner.expert_parallel to a divisor of {num_experts}"
+            )
+        if not hasattr(experts, "is_transposed"):
+            raise ConfigError(
+                f"{type(experts).__name__} of this model do not take tokens with the numbers of their "
+                "experts, so they cannot be divided over ranks; set learner.expert_parallel: 1"
+            )
+        for module in experts.modules():
+            for name, stack in list(module.named_parameters(recurse=False)):
+                own = torch.empty_like(stack[: num_experts // num_ranks])
+                setattr(module, name, nn.Parameter(own, requires_grad=stack.requires_grad))
+        experts.num_experts = num_experts // num_ranks
+    return divided
+
+
+def spread_experts(experts: Any, mesh: DeviceMesh) -> None:
+    """Makes experts compute the tokens of all ranks of a mesh, each its own experts.
+
+    Their parameters become tensors of all experts, sharded over the mesh, so that checkpoints and pushes know
+    which experts a rank has. They are this rank's part in a forward pass.
+
+    Args:
+        experts: experts of `divide_experts`, with storage.
+        mesh: the ranks over which the experts are divided, in one dimension.
+    """
+    for module in experts.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            stack = DTensor.from_local(own.data, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(stack, requires_grad=own.requires_grad))
+    kind: Any = type(experts)
+    experts.__class__ = _spread_kind(kind)
+    experts.expert_group = RankGroup.of(mesh.get_group())
+
+
+class _OwnPart:
+    """The attributes of experts or of their adapters, with this rank's part of each parameter.
+
+    The class's `forward` reads nothing else.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if isinstance(value, nn.ModuleDict):
+            return {key: _OwnPart(part) for key, part in value.items()}
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+# One class for all layers, so that they share code.
+@cache
+def _spread_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        group: RankGroup = self.expert_group
+        num_tokens, num_chosen = indices.shape
+        experts, order = indices.flatten().sort(stable=True)
+        bounds = torch.arange(group.size * self.num_experts + 1, device=experts.device)
+        counts = torch.searchsorted(experts, bounds).diff()
+        route = group.route(counts.view(group.size, self.num_experts))
+        rows = exchange(_by_expert(hidden, order, num_chosen), group, route)
+        plain: Any = kind.forward
+        back = exchange(_computed(self, plain, rows, route), group, route.back)
+        by_token = back.index_select(0, order.argsort()).view(num_tokens, num_chosen, -1)
+        return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _computed(experts: Any, plain: Any, rows: Tensor, route: Route) -> Tensor:
+    """Returns the results of rows by this rank's experts, one each."""
+    num_experts = experts.num_experts
+    numbers = torch.arange(num_experts, device=rows.device).repeat(len(route.counts))
+    numbers = numbers.repeat_interleave(route.counts.flatten(), output_size=route.num_received)
+    if not route.num_received:
+        # Kernels need a row, and FSDP needs a gradient on every rank.
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        numbers = numbers.new_zeros(1)
+    results: Tensor = plain(_OwnPart(experts), rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
+    return results[: route.num_received]
+
+
+def exchange(rows: Tensor, group: RankGroup, route: Route) -> Tensor:
+    """Sends rows along a route; differentiable.
+
+    Args:
+        rows: (num_sent, ...), in the order of the ranks that get them.
+
+    Returns:
+        (num_received, ...), in the order of the ranks that sent them.
+    """
+    received: Tensor = _Exchange.apply(rows, group, route)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: RankGroup, route: Route) -> Tensor:
+        ctx.group, ctx.route = group, route
+        return group.exchange_rows(rows, route)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.exchange_rows(gradient, ctx.route.back), None, None
+
+
+def _by_expert(hidden: Tensor, order: Tensor, num_chosen: int) -> Tensor:
+    """Returns a row per choice, (T K, H), in `order`; sums the gradients of a token's rows in a fixed one."""
+    rows: Tensor = _ByExpert.apply(hidden, order, num_chosen)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _ByExpert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, num_chosen: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.num_chosen = num_chosen
+        return hidden.index_select(0, order // num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), (order,) = gradients, ctx.saved_tensors
+        by_token = gradient.index_select(0, order.argsort())
+        return by_token.view(-1, ctx.num_chosen, gradient.shape[1]).sum(dim=1), None, None
