@@ -25,7 +25,6 @@ from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training
-from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.architectures import require_text_alone
@@ -89,7 +88,7 @@ def _answer(row: Row, key: str, number: int) -> str:
     return value
 
 
-class DpoTrainer:
+class DpoTrainer(pair_training.PairTrainer[PolicyNetwork]):
     """Takes optimizer steps on batches of pairs; every rank calls it.
 
     Args:
@@ -108,8 +107,8 @@ class DpoTrainer:
         batches: Sequence[Sequence[int]],
         held_out: Sequence[int] = (),
     ) -> None:
-        self._config, self._network, self._ranks, self._pairs = config, network, ranks, pairs
-        self.tuner = pair_training.Tuner(config.dpo, network, ranks)
+        super().__init__(config.dpo, network, ranks)
+        self._config, self._pairs = config, pairs
         self._references: Mapping[int, tuple[float, float]] = {}
         self._others: Mapping[tuple[int, int], float] = {}
         self._score_by_reference(batches, held_out)
@@ -129,14 +128,12 @@ class DpoTrainer:
         count = len(indices)
         return {"loss": loss, "accuracy": num_right / count, "margin": margin / count, **numbers}
 
-    @torch.no_grad()
     def accuracy(self, indices: Sequence[int]) -> float:
         """Returns the share of the pairs whose better answer has gained more than the worse."""
-        num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
-        for batch in self._batches(indices):
-            num_right += _numbers(self._scores(batch), self._gains_of)[0]
-        forget_forward_passes(self._network)
-        return float(self._ranks.data.all_sum(num_right).item()) / len(indices)
+        num_right = self._total(
+            self._batches(indices), lambda batch: _numbers(self._scores(batch), self._gains_of)[0]
+        )
+        return num_right / len(indices)
 
     def _score_by_reference(self, batches: Sequence[Sequence[int]], held_out: Sequence[int]) -> None:
         """Scores the pairs of the coming steps with the network, which is still the starting model."""
@@ -167,14 +164,7 @@ class DpoTrainer:
     @torch.no_grad()
     def _sums(self, rows: Sequence[PackedRow]) -> list[float]:
         """Returns the policy's log-probs of rows, summed over their answers' tokens, on every rank."""
-        lengths = [
-            RowLength(
-                prompt_id=place,
-                num_prompt_tokens=len(row.prompt_token_ids),
-                num_response_tokens=len(row.response_token_ids),
-            )
-            for place, row in enumerate(rows)
-        ]
+        lengths = ((len(row.prompt_token_ids), len(row.response_token_ids)) for row in rows)
         batches = self._cut(lengths, lambda place: [replace(rows[place], index=place)])
         sums = torch.zeros(len(rows), dtype=torch.float64, device=self._ranks.device)
         for batch in batches:
@@ -185,26 +175,9 @@ class DpoTrainer:
 
     def _batches(self, indices: Sequence[int]) -> list[MicroBatch]:
         """Returns this rank's micro-batches; both answers of a pair are in the same one, with its index."""
-        lengths = [
-            RowLength(
-                prompt_id=place,
-                num_prompt_tokens=2 * len(pair.prompt) + len(pair.chosen),
-                num_response_tokens=len(pair.rejected),
-            )
-            for place, pair in enumerate(self._pairs[index] for index in indices)
-        ]
-        return self._cut(lengths, lambda place: _rows(indices[place], self._pairs[indices[place]]))
-
-    def _cut(
-        self, lengths: Sequence[RowLength], make_rows: Callable[[int], list[PackedRow]]
-    ) -> list[MicroBatch]:
-        return pair_training.cut(
-            lengths,
-            make_rows,
-            network=self._network,
-            token_budget=self._config.dpo.max_token_len_per_gpu,
-            ranks=self._ranks,
-        )
+        pairs = [self._pairs[index] for index in indices]
+        lengths = ((2 * len(pair.prompt) + len(pair.chosen), len(pair.rejected)) for pair in pairs)
+        return self._cut(lengths, lambda place: _rows(indices[place], pairs[place]))
 
     def _row_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns sums of log-probs and numbers of tokens per row of a micro-batch; none for a filler."""

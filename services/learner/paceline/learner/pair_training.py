@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor
 
 from paceline.config.load import load
 from paceline.config.services import LearnerConfig
@@ -46,6 +47,7 @@ from paceline.learner.model.folder import (
     write_folder,
     write_from_ranks,
 )
+from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.lora import is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.model.self_test import check_model
@@ -61,7 +63,7 @@ _REPORTS = 20
 _MAX_SKIPPED = 10
 
 C = TypeVar("C", bound=TuningRunConfig)
-N = TypeVar("N", bound=nn.Module)
+N = TypeVar("N", PolicyNetwork, ValueNetwork)
 
 
 def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
@@ -186,6 +188,46 @@ class Tuner(Generic[N]):
         return sums.tolist(), {"grad_norm": outcome.grad_norm, "lr": self._trainable.schedule.at(step)}
 
 
+class PairTrainer(Generic[N]):
+    """A base class of trainers: a tuner, and micro-batches in which a pair's rows are not separated."""
+
+    def __init__(self, tuning: TuningConfig, network: N, ranks: Ranks) -> None:
+        self._network, self._ranks = network, ranks
+        self._token_budget = tuning.max_token_len_per_gpu
+        self.tuner = Tuner(tuning, network, ranks)
+
+    def _cut(
+        self, lengths: Iterable[tuple[int, int]], make_rows: Callable[[int], list[PackedRow]]
+    ) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of pairs with these numbers of prompt and response tokens."""
+        rows = [
+            RowLength(prompt_id=place, num_prompt_tokens=prompt, num_response_tokens=response)
+            for place, (prompt, response) in enumerate(lengths)
+        ]
+        context, device = self._ranks.context, self._ranks.device
+        budget = self._token_budget * (1 if context is None else context.size)
+        chunk = plan_chunk(
+            rows,
+            0,
+            num_data_ranks=self._ranks.data.size,
+            token_budget=effective_budget(budget, device.type, max(row.num_tokens for row in rows)),
+            arithmetic=arithmetic_of(self._network),
+        )
+        return [
+            pack([row for index in indices for row in make_rows(index)], device)
+            for indices in chunk.micro_batches[self._ranks.data.rank]
+        ]
+
+    @torch.no_grad()
+    def _total(self, batches: Iterable[MicroBatch], number_of: Callable[[MicroBatch], Tensor]) -> float:
+        """Returns the sum of a number of each micro-batch, over all ranks."""
+        total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
+        for batch in batches:
+            total += number_of(batch)
+        forget_forward_passes(self._network)
+        return float(self._ranks.data.all_sum(total).item())
+
+
 def in_words(progress: Mapping[str, float]) -> str:
     """Returns the numbers of a step as one line."""
     forms = {"loss": ".4f", "lr": ".2e"}
@@ -252,36 +294,6 @@ def _identity(config: TuningRunConfig, section: TuningConfig, name: str) -> dict
         mode="json", exclude={"output", "memory", "max_token_len_per_gpu", "save_freq", "val_files"}
     )
     return {**config.model_dump(mode="json", include={"data", "model", "seed"}), name: own}
-
-
-def cut(
-    lengths: Sequence[RowLength],
-    make_rows: Callable[[int], list[PackedRow]],
-    *,
-    network: PolicyNetwork | ValueNetwork,
-    token_budget: int,
-    ranks: Ranks,
-) -> list[MicroBatch]:
-    """Returns this rank's micro-batches of an optimizer step.
-
-    Args:
-        lengths: lengths of the pairs; a pair's rows stay in one micro-batch.
-        token_budget: most tokens of a micro-batch on each rank; fewer on a CPU.
-    """
-    longest = max(length.num_tokens for length in lengths)
-    if ranks.context is not None:
-        token_budget *= ranks.context.size
-    chunk = plan_chunk(
-        lengths,
-        0,
-        num_data_ranks=ranks.data.size,
-        token_budget=effective_budget(token_budget, ranks.device.type, longest),
-        arithmetic=arithmetic_of(network),
-    )
-    return [
-        pack([row for index in indices for row in make_rows(index)], ranks.device)
-        for indices in chunk.micro_batches[ranks.data.rank]
-    ]
 
 
 def is_reported(step: int, total: int) -> bool:

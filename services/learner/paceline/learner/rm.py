@@ -25,13 +25,12 @@ from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load_tokenizer
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training
-from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
-from paceline.learner.model.loading import Precision, forget_forward_passes, load_critic, read_config
+from paceline.learner.model.loading import Precision, load_critic, read_config
 from paceline.learner.model.networks import ValueNetwork, num_parameters
 from paceline.learner.train.state.learner import DTYPES
 
@@ -80,7 +79,7 @@ def _comparison(config: RmRunConfig, tokenizer: Tokenizer, number: int, row: Row
     return Comparison(chosen=token_ids[0], rejected=token_ids[1], margin=float(margin))
 
 
-class RmTrainer:
+class RmTrainer(pair_training.PairTrainer[ValueNetwork]):
     """Takes optimizer steps on batches of pairs, and scores held-out ones; every rank calls it.
 
     Args:
@@ -88,8 +87,8 @@ class RmTrainer:
     """
 
     def __init__(self, config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
-        self._config, self._network, self._ranks = config, network, ranks
-        self.tuner = pair_training.Tuner(config.rm, network, ranks)
+        super().__init__(config.rm, network, ranks)
+        self._centring = config.rm.centring
 
     def step(self, step: int, pairs: Sequence[Comparison]) -> dict[str, float]:
         """Takes one optimizer step, counted from 1; returns its numbers, measured before it.
@@ -103,33 +102,14 @@ class RmTrainer:
         (loss, num_right), numbers = self.tuner.step(losses, step=step)
         return {"loss": loss, "accuracy": num_right / len(pairs), **numbers}
 
-    @torch.no_grad()
     def accuracy(self, pairs: Sequence[Comparison]) -> float:
         """Returns the share of pairs that are ordered correctly."""
-        num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
-        for batch in self._batches(pairs):
-            chosen, rejected = self._scores(batch)
-            num_right += (chosen > rejected).sum()
-        forget_forward_passes(self._network)
-        return float(self._ranks.data.all_sum(num_right).item()) / len(pairs)
+        return self._total(self._batches(pairs), lambda batch: _num_right(*self._scores(batch))) / len(pairs)
 
     def _batches(self, pairs: Sequence[Comparison]) -> list[MicroBatch]:
         """Returns this rank's micro-batches, with both answers of a pair in the same."""
-        lengths = [
-            RowLength(
-                prompt_id=index,
-                num_prompt_tokens=len(pair.chosen) + 1,
-                num_response_tokens=len(pair.rejected) + 1,
-            )
-            for index, pair in enumerate(pairs)
-        ]
-        return pair_training.cut(
-            lengths,
-            lambda index: _rows(index, pairs[index]),
-            network=self._network,
-            token_budget=self._config.rm.max_token_len_per_gpu,
-            ranks=self._ranks,
-        )
+        lengths = ((len(pair.chosen) + 1, len(pair.rejected) + 1) for pair in pairs)
+        return self._cut(lengths, lambda index: _rows(index, pairs[index]))
 
     def _loss(self, batch: MicroBatch, pairs: Sequence[Comparison]) -> tuple[Tensor, Tensor]:
         """Returns the loss share; then, detached, this share and the number of correct pairs."""
@@ -137,9 +117,9 @@ class RmTrainer:
         margins = [pairs[index].margin for index in batch.rows[::2]]
         margin = torch.tensor(margins, dtype=chosen.dtype, device=chosen.device)
         losses = -F.logsigmoid(chosen - rejected - margin)
-        losses = losses + self._config.rm.centring * (chosen + rejected) ** 2
+        losses = losses + self._centring * (chosen + rejected) ** 2
         share = losses.sum() / len(pairs)
-        return share, torch.stack([share.detach().double(), (chosen > rejected).sum().double()])
+        return share, torch.stack([share.detach().double(), _num_right(chosen, rejected)])
 
     def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the scores of better and of worse answers in a micro-batch; filler rows have none."""
@@ -148,6 +128,10 @@ class RmTrainer:
         # A filler's number stays in the graph: every rank takes part in the backward pass.
         own = own + 0.0 * values.sum()
         return own[0::2], own[1::2]
+
+
+def _num_right(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return (chosen > rejected).sum().double()
 
 
 def _rows(index: int, pair: Comparison) -> list[PackedRow]:

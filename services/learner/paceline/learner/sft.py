@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from paceline.config.tuning import SftRunConfig
@@ -22,11 +21,10 @@ from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt
 from paceline.data.rows import read_rows
 from paceline.learner import pair_training
-from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch
-from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.distributed.ranks import RankEnvironment, leave_group
 from paceline.learner.model.decoder.layers import LayerOptions
-from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy
+from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
 from paceline.learner.train.state.learner import DTYPES
 
@@ -75,16 +73,8 @@ def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], 
     return pairs, len(rows) - len(pairs)
 
 
-class SftTrainer:
-    """Takes optimizer steps on batches of pairs; every rank calls it.
-
-    Args:
-        network: sharded over `ranks`.
-    """
-
-    def __init__(self, config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:
-        self._config, self._network, self._ranks = config, network, ranks
-        self.tuner = pair_training.Tuner(config.sft, network, ranks)
+class SftTrainer(pair_training.PairTrainer[PolicyNetwork]):
+    """Takes optimizer steps on batches of pairs; every rank calls it."""
 
     def step(self, step: int, pairs: Sequence[Pair]) -> dict[str, float]:
         """Takes one optimizer step, counted from 1; returns its numbers, measured before it.
@@ -98,27 +88,15 @@ class SftTrainer:
         (loss,), numbers = self.tuner.step(losses, step=step)
         return {"loss": loss, **numbers}
 
-    @torch.no_grad()
     def loss(self, pairs: Sequence[Pair]) -> float:
         """Returns the mean negative log-prob of the answers' tokens."""
         num_tokens = _num_answer_tokens(pairs)
-        total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
-        for batch in self._batches(pairs):
-            total += self._loss(batch, num_tokens)[1]
-        forget_forward_passes(self._network)
-        return float(self._ranks.data.all_sum(total).item())
+        return self._total(self._batches(pairs), lambda batch: self._loss(batch, num_tokens)[1])
 
     def _batches(self, pairs: Sequence[Pair]) -> list[MicroBatch]:
-        lengths = [
-            RowLength(prompt_id=i, num_prompt_tokens=len(pair.prompt), num_response_tokens=len(pair.answer))
-            for i, pair in enumerate(pairs)
-        ]
-        return pair_training.cut(
-            lengths,
+        return self._cut(
+            ((len(pair.prompt), len(pair.answer)) for pair in pairs),
             lambda index: [pair_training.answer_row(index, pairs[index].prompt, pairs[index].answer)],
-            network=self._network,
-            token_budget=self._config.sft.max_token_len_per_gpu,
-            ranks=self._ranks,
         )
 
     def _loss(self, batch: MicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +135,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         f"{ranks.device.type} ranks",
     )
     val = read_pairs(config, config.sft.val_files)[0] if config.sft.val_files else []
-    trainer = SftTrainer(config, network, ranks)
+    trainer = SftTrainer(config.sft, network, ranks)
     began, num_tokens = time.monotonic(), 0
 
     def take_step(step: int, indices: list[int]) -> str:
