@@ -63,7 +63,7 @@ _REPORTS = 20
 _MAX_SKIPPED = 10
 
 C = TypeVar("C", bound=TuningRunConfig)
-N = TypeVar("N", PolicyNetwork, ValueNetwork)
+N = TypeVar("N", bound=PolicyNetwork | ValueNetwork)
 
 
 def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
