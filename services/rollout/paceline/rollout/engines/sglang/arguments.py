@@ -67,15 +67,12 @@ def server_arguments(config: RunConfig, *, on_cpu: bool, load_format: str = "dum
 def _model_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keys that SGLang misses in config.json or reads otherwise than transformers.
 
-    SGLang's EXAONE 4 reads `rope_theta` outside `rope_parameters`, and takes 1e6 if it is not there. Its
-    GPT-OSS creates attention and routers in config.json's `dtype`, the rest in the engine's.
+    SGLang's EXAONE 4 reads `rope_theta` outside `rope_parameters`, and takes 1e6 if it is not there.
     """
     keys: dict[str, Any] = dict(corrections.missing_keys(tree))
     theta = tree.get("rope_theta", (tree.get("rope_parameters") or {}).get("rope_theta"))
     if theta is not None:
         keys["rope_theta"] = theta
-    if tree.get("model_type") == "gpt_oss":
-        keys["dtype"] = None
     return keys
 
 

@@ -133,6 +133,7 @@ UNSUITED: Final = {
     "cohere2": "whose sliding windows SGLang's attention does not prepare",
     "gemma4_text": "whose sizes of heads SGLang reads only for models with images",
     "glm": "whose matrices SGLang, without a model of its own for them, cannot split",
+    "gpt_oss": "whose experts SGLang's loader writes in parts only, so that a push cannot fill them",
     "hunyuan_v1_dense": "whose normed queries SGLang's attention gives back in another shape",
     "olmo3": "whose rotary parameters SGLang does not keep from config.json",
     "phi": "whose head has a bias, which SGLang leaves out",
