@@ -87,7 +87,6 @@ def test_keys_that_config_json_lacks_are_told_to_sglang(
         ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, {"rope_theta": 1e6}),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, {}),
         ({"rope_parameters": None}, {}),
-        ({"model_type": "gpt_oss"}, {"swiglu_limit": 7.0}),
     ],
 )
 def test_keys_that_sglang_reads_elsewhere_than_transformers_are_told_to_it(
