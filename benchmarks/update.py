@@ -227,7 +227,7 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
 def build(config: RunConfig, ranks: Ranks) -> Learner:
     """Returns a learner with random weights and optimizer averages."""
     precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
-    options = LayerOptions.of_actor(config.actor)
+    options = LayerOptions.of_actor(config.actor, ranks)
     policy = unfilled_policy(
         Path(config.model.path), ranks, precision, options=options, lora=config.model.lora
     )

@@ -71,6 +71,13 @@ expected for answers of their length, and where to look if a phase is slower by 
   cache.
 - **PPO** (`gae`) has a critic as large as the model, with its own optimizer: expect nearly twice the
   numbers above.
+- **Long rows**: the inputs of all layers take tokens x layers x hidden size x 2 bytes: 18 GiB for a 3B model
+  and rows of 131,072 tokens. With `actor.memory.recompute: from_host` they wait in pinned host memory, and
+  only those of two layers are on the GPU. Results are the same to the bit as with `recompute: full`. The plan
+  chooses it only if nothing else fits on a rank. Copies overlap computation; they cost no time if a layer
+  computes for longer than its input is copied, which by the estimate holds for long rows. It has not been
+  timed on a GPU. A rank pins the memory once, at most `actor.memory.host_gib` GiB; by default, all ranks of a
+  host together pin at most half of its free memory, or of its container's. Further inputs stay on the GPU.
 - **A row that is too long for one GPU**: with `learner.context_parallel: 2`, two ranks share the tokens of
   each row, and each keeps half of the activations. `learner.world_size` counts all ranks;
   `actor.ppo_max_token_len_per_gpu` counts the tokens of one rank, so a micro-batch holds twice as many. It

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_what_a_setting_costs() -> None:
     assert twice.update == pytest.approx(2 * base.update)
     # Averages visit the GPU in both optimizer steps: 1.54 billion per rank, 16 bytes each.
     visited = changed(timed, actor={"memory": KEPT | {"offload": True}})
-    assert visited.update - base.update == pytest.approx(2 * 1.543e9 * 16 / 65e9, rel=0.01)
+    assert visited.update - base.update == pytest.approx(2 * 1.543e9 * 16 / 64e9, rel=0.01)
     # On two ranks with a copy each, all averages visit both.
     own, own_visited = (
         changed(timed, learner={"fsdp_size": 1}, actor={"memory": memory})
@@ -116,6 +117,26 @@ def test_what_a_setting_costs() -> None:
     # The longest answer may still be as long as before, so that generation lasts nearly as long.
     assert half.update < 0.6 * base.update
     assert 0.75 * base.generation < half.generation < base.generation
+
+
+def test_copies_of_layers_inputs_cost_what_computation_does_not_hide() -> None:
+    timed = TIMED["3B"]
+    full, host = (
+        changed(timed, actor={"memory": KEPT | {"recompute": recompute}})
+        for recompute in ("full", "from_host")
+    )
+    assert host == full
+    # The same work behind a bus on which copies take twice as long as computation.
+    tree, shape = timed.config.model_dump(mode="json", exclude_unset=True), ModelShape.of(SHAPES["3B"])
+    tree["actor"] |= {"memory": KEPT | {"recompute": "from_host"}}
+    assert shape is not None
+    tokens = 16 * 8 * (512 / 8 + 1024)  # of a rank
+    num_bytes = tokens * shape.num_layers * shape.hidden * 2
+    base = StepTime.of(parse(RunConfig, tree), shape, CARDS["H100"])
+    slow = replace(CARDS["H100"], bus=num_bytes / 0.8 / 10.0)
+    exposed = StepTime.of(parse(RunConfig, tree), shape, slow).update - base.update
+    assert 2 * 10.0 - base.update < exposed < 2 * 10.0 - 0.8 * base.update
+    assert StepTime.of(parse(RunConfig, tree), shape, slow).scoring == base.scoring
 
 
 def test_experts_that_no_token_meets_cost_no_arithmetic() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from paceline.checks.engine_python import require_engine
 from paceline.checks.environment import INSTALL
@@ -94,21 +94,28 @@ def _memory_line(config: RunConfig) -> str:
     if not learner:
         return "CPU, nothing to plan"
     engines = tuple(gpu for gpus in rollout for gpu in gpus)
-    return _memory_plan(config, learner, engines, machine.gpu_bytes)
+    return _memory_plan(config, learner, engines, machine)
 
 
 def _memory_elsewhere_line(config: RunConfig) -> str:
     """Returns only the learner's part of the plan, because nothing is known about the GPUs."""
-    return "CPU, nothing to plan" if config.learner.device == "cpu" else _memory_plan(config, (), (), {})
+    return "CPU, nothing to plan" if config.learner.device == "cpu" else _memory_plan(config, (), ())
 
 
 def _memory_plan(
-    config: RunConfig, learner: Sequence[int], engines: Sequence[int], totals: Mapping[int, int]
+    config: RunConfig, learner: Sequence[int], engines: Sequence[int], machine: Machine | None = None
 ) -> str:
     shape = ModelShape.of(model_config(config))
     if shape is None:
         return "not planned: config.json does not have the model's sizes under known names"
-    plan = MemoryPlan.of(config, shape, learner_gpus=learner, engine_gpus=engines, totals=totals)
+    plan = MemoryPlan.of(
+        config,
+        shape,
+        learner_gpus=learner,
+        engine_gpus=engines,
+        totals={} if machine is None else machine.gpu_bytes,
+        host_bytes=0 if machine is None else machine.host_bytes,
+    )
     return "\n      ".join(["the most that each phase takes (an estimate)", *plan.lines()])
 
 

@@ -22,6 +22,7 @@ class Card:
         bandwidth: memory bandwidth in bytes per second.
         flops: dense bfloat16 operations per second.
         link: bytes per second to another GPU of its host, in one direction.
+        bus: bytes per second to the host's memory, in one direction.
         is_measured: whether training steps were timed on it; other cards are expected to reach the same share
             of their published rates.
     """
@@ -31,10 +32,12 @@ class Card:
     bandwidth: float
     flops: float
     link: float
+    bus: float
     is_measured: bool = False
 
 
 _NVLINK, _PCIE = 450e9, 50e9
+_GEN_4, _GEN_5 = 32e9, 64e9  # PCI Express with 16 lanes, by generation
 CARDS: Final[Mapping[str, Card]] = {
     card.name: card
     for card in (
@@ -44,6 +47,7 @@ CARDS: Final[Mapping[str, Card]] = {
             bandwidth=3.35e12,
             flops=989e12,
             link=_NVLINK,
+            bus=_GEN_5,
             is_measured=True,
         ),
         Card(
@@ -52,12 +56,15 @@ CARDS: Final[Mapping[str, Card]] = {
             bandwidth=4.8e12,
             flops=989e12,
             link=_NVLINK,
+            bus=_GEN_5,
             is_measured=True,
         ),
-        Card(name="A100", num_bytes=81_920 * _MIB, bandwidth=2.04e12, flops=312e12, link=300e9),
-        Card(name="B200", num_bytes=183_359 * _MIB, bandwidth=8.0e12, flops=2250e12, link=900e9),
-        Card(name="L40S", num_bytes=46_068 * _MIB, bandwidth=0.864e12, flops=362e12, link=_PCIE),
-        Card(name="RTX 4090", num_bytes=24_564 * _MIB, bandwidth=1.008e12, flops=165e12, link=_PCIE),
+        Card(name="A100", num_bytes=81_920 * _MIB, bandwidth=2.04e12, flops=312e12, link=300e9, bus=_GEN_4),
+        Card(name="B200", num_bytes=183_359 * _MIB, bandwidth=8.0e12, flops=2250e12, link=900e9, bus=_GEN_5),
+        Card(name="L40S", num_bytes=46_068 * _MIB, bandwidth=0.864e12, flops=362e12, link=_PCIE, bus=_GEN_4),
+        Card(
+            name="RTX 4090", num_bytes=24_564 * _MIB, bandwidth=1.008e12, flops=165e12, link=_PCIE, bus=_GEN_4
+        ),
     )
 }
 

@@ -189,6 +189,7 @@ def _weighed(config: RunConfig, machine: Machine, tokens: Mapping[str, int | Non
         learner_gpus=learner,
         engine_gpus=[gpu for gpus in engines for gpu in gpus],
         totals=machine.gpu_bytes,
+        host_bytes=machine.host_bytes,
     )
     time = None if machine.card is None else StepTime.of(settled, shape, machine.card, **tokens)
     return Layout(config=config, settled=settled, refusal=plan.refusal, time=time)

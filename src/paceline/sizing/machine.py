@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from paceline.core.cards import Card, card_of
 from paceline.core.errors import EnvironmentLackError
 from paceline.engines.registry import ENGINES
 from paceline.service import packages
+from paceline.service.host_memory import free_host_bytes
 from paceline.service.observability.gpu_metrics import visible_gpus
 from paceline.service.ports import kernel_ports
 
@@ -37,7 +36,7 @@ class Machine:
         num_unusable_gpus: GPUs of the machine that the installed build of torch cannot use.
         gpu_bytes: memory of each GPU for which it is known.
         card: model of the GPUs; None if it is unknown, or if they differ.
-        host_bytes: free memory of the host.
+        host_bytes: free memory of the host, or of the container.
     """
 
     num_cores: int
@@ -60,7 +59,7 @@ class Machine:
             gpus=gpus,
             gpu_bytes={index: gpu.num_bytes for index, gpu in seen.items()},
             card=cards.pop() if len(cards) == 1 else None,
-            host_bytes=psutil.virtual_memory().available,
+            host_bytes=free_host_bytes(),
         )
 
     @classmethod

@@ -21,11 +21,11 @@ On H100s of 80 GB the allocator mostly reserved 5 to 8 GiB more than the peak of
 with tensors of 70 GiB or more it had to free blocks during an update.
 """
 
-Recompute = float | Literal["none", "full"]
+Recompute = float | Literal["none", "full", "from_host"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
 """Tokens of a micro-batch, if nothing is known about model or GPUs."""
 
-_RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.5, 0.25, "full")
+_RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.5, 0.25, "full", "from_host")
 # Minimum and maximum tokens of a micro-batch that are tried.
 _LEAST_TOKENS = 8_192
 _MOST_TOKENS = 24_576
@@ -79,15 +79,17 @@ def choose_update(
 
     The choice has the shortest estimated update among those that fit the memory plan. A smaller micro-batch
     leaves room to keep more of its activations; a larger one spreads gathers and launches over more tokens.
-    Tokens and `learner.context_parallel` given in the file are kept. Ranks share rows only if nothing else
-    fits, and then as few as possible.
+    Tokens and `learner.context_parallel` given in the file are kept. Layers' inputs wait in host memory only
+    if nothing else fits on a rank. Ranks share rows only if that does not fit either, and then as few as
+    possible.
 
     Args:
         shape: shape of the model; None if config.json has other names for its sizes.
         engine_gpus: GPUs of the rollout servers; an engine on a rank's GPU keeps its share.
         totals: bytes of each GPU whose size is known.
         host_bytes: free memory of the host. Averages go there for speed if it also has room for a
-            checkpoint's copy, or because nothing else fits.
+            checkpoint's copy, or because nothing else fits; layers' inputs, if the share of what is left
+            that they may take has room for them.
     """
     known = [gpu for gpu in learner_gpus if gpu in totals]
     sizes = [size for size in config.context_sizes if shape is not None and shape.num_heads % size == 0]
@@ -100,15 +102,24 @@ def choose_update(
     shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
     on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.num_shards
 
-    def seconds(choice: UpdateChoice) -> tuple[bool, float]:
+    def seconds(choice: UpdateChoice) -> tuple[bool, bool, float]:
         time = learning_time(choice.put_into(config), shape, card)
         # Equal estimates stay in the order of the forms.
-        return on_host > host_bytes and choice.memory.offloads, round(time, 6)
+        is_cramped = on_host > host_bytes and choice.memory.offloads
+        return is_cramped, choice.memory.inputs_on_host, round(time, 6)
+
+    def has_room(choice: UpdateChoice, learner: LearnerMemory) -> bool:
+        left = host_bytes - (on_host if choice.memory.offloads else 0)
+        return (
+            learner.most <= USABLE_SHARE * free
+            and learner.host_inputs * len(known) <= choice.memory.host_share * max(0, left)
+            and _leaves_room(config, learner, shared)
+        )
 
     for context in sizes:
         for choice in sorted(_choices(config, shape, context), key=seconds):
             learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
-            if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
+            if has_room(choice, learner):
                 return replace(choice, fits=True)
     leanest = _choices(config, shape, sizes[0])
     return min(leanest, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
@@ -151,7 +162,7 @@ def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
 
 def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
     """Returns a sort key: the smallest needs the least memory."""
-    return not form.offloads, form.recompute != "full", form.keeps_gathered, form.accumulates
+    return not form.offloads, form.kept_share > 0, form.keeps_gathered, form.accumulates
 
 
 def _num_averaged(config: RunConfig, shape: ModelShape) -> int:

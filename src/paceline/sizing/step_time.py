@@ -38,9 +38,11 @@ _EXPOSED: Final = 0.8
 # Exchanges of tokens with the ranks of their experts in a layer of an update: two forwards, two backwards.
 # They were not timed.
 _EXCHANGES: Final = 4
-# AdamW: bytes per parameter that are read and written; those over the bus if averages are in host memory, and
-# the bus's bytes per second.
-_OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
+# AdamW: bytes per parameter that are read and written; those over the bus if averages are in host memory, in
+# both directions at once.
+_OPTIMIZER_BYTES, _VISITING_BYTES = 30.0, 16.0
+# Share of the bus's rate that copies of layers' inputs reach. It was not measured.
+_COPYING: Final = 0.8
 # Share of the link's rate that a push between GPUs reaches, and bytes per second of a push within one GPU.
 _PUSH_SHARE, _PUSH_SHARED = 0.65, 2.0e11
 _ORDERS_S: Final = 0.03
@@ -214,13 +216,25 @@ class _Batch:
         else:
             recomputed = 1.0 - memory.kept_share
             single_pass = self._pass(forward=3.0 + recomputed, moved=1.0 + recomputed / 3.0)
+        if memory.inputs_on_host:
+            single_pass += self._copying(single_pass)
         steps = self._steps
         per_rank = self._trained / config.learner.num_shards
         optimizer = steps * per_rank * _OPTIMIZER_BYTES / self.card.bandwidth
         if memory.offloads:
-            optimizer += steps * per_rank * _VISITING_BYTES / _BUS
+            optimizer += steps * per_rank * _VISITING_BYTES / self.card.bus
         times = config.actor.ppo_epochs * (1 + ("critic" in config.needs))
         return times * (single_pass + optimizer + self._between_ranks())
+
+    def _copying(self, single_pass: float) -> float:
+        """Returns the seconds of copies of layers' inputs that are not hidden behind the layers' computation.
+
+        The forward pass is a quarter of a pass that recomputes everything.
+        """
+        learner = LearnerMemory.of(self.config, self.shape)
+        share = self._tokens[0] / learner.num_tokens  # of a full micro-batch, those of all micro-batches
+        copying = share * learner.host_inputs / (_COPYING * self.card.bus)
+        return max(0.0, copying - single_pass / 4) + max(0.0, copying - 3 * single_pass / 4)
 
     def weights(self, *, shared: bool) -> float:
         """Returns seconds of a push and of the turns that come with it."""

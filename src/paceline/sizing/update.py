@@ -138,5 +138,5 @@ def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
 
 def _words(memory: MemoryConfig) -> str:
     return "actor.memory: " + ", ".join(
-        f"{name}={str(value).lower()}" for name, value in memory.model_dump().items()
+        f"{name}={str(value).lower()}" for name, value in memory.model_dump(exclude_none=True).items()
     )

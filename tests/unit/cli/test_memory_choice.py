@@ -8,12 +8,14 @@ import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.core.cards import CARDS
 from paceline.core.errors import ConfigError
 from paceline.engines.memory import GIB
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import LEAST, choose_update
 from support.cli_configs import SEVEN
+from support.timed_steps import SHAPES
 
 
 def run_of(**actor: Any) -> RunConfig:
@@ -219,6 +221,47 @@ def test_averages_go_to_a_host_with_room_where_their_visits_cost_less_than_recom
         host_bytes=host_gib * GIB,
     ).memory
     assert (memory.recompute, memory.keep_gathered, memory.accumulate, memory.offload) == expected
+
+
+def waiting(response: int, gpus: int, host_gib: int, tree: dict[str, Any], **actor: Any) -> tuple[Any, ...]:
+    """What is chosen on GPUs of 80 GB, whether it fits, and the GiB of inputs of layers on the host."""
+    run, shape = long_run(response, world_size=gpus, actor=actor), ModelShape.of(tree)
+    assert shape is not None
+    choice = choose_update(
+        run,
+        shape,
+        learner_gpus=tuple(range(gpus)),
+        engine_gpus=(gpus,),
+        totals=dict.fromkeys(range(gpus), CARDS["H100"].num_bytes),
+        host_bytes=host_gib * GIB,
+    )
+    inputs = LearnerMemory.of(choice.put_into(run), shape).host_inputs / GIB
+    return choice.memory.recompute, choice.context, choice.fits, inputs
+
+
+@pytest.mark.parametrize(
+    ("response", "gpus", "host_gib", "tree", "actor", "expected"),
+    [
+        (130_048, 1, 1000, SHAPES["3B"], {}, ("full", 1, True, 0)),
+        (195_584, 1, 1000, SHAPES["3B"], {}, ("from_host", 1, True, 27)),
+        (195_584, 1, 53, SHAPES["3B"], {}, ("full", 1, False, 0)),  # more than half of the host's memory
+        (195_584, 1, 53, SHAPES["3B"], {"memory": {"host_gib": 30}}, ("from_host", 1, True, 27)),
+        # The inputs of 24 of 36 layers.
+        (195_584, 1, 1000, SHAPES["3B"], {"memory": {"host_gib": 18}}, ("from_host", 1, True, 18)),
+        (195_584, 1, 1000, SHAPES["3B"], {"memory": {"host_gib": 3}}, ("full", 1, False, 0)),
+        (130_048, 4, 1000, SEVEN, {}, ("from_host", 1, True, 24.5)),
+        (130_048, 4, 190, SEVEN, {}, ("full", 2, True, 0)),  # 98 GiB of four ranks are too much
+    ],
+)
+def test_inputs_of_layers_wait_on_a_host_with_room_where_nothing_else_fits_on_a_rank(
+    response: int,
+    gpus: int,
+    host_gib: int,
+    tree: dict[str, Any],
+    actor: dict[str, Any],
+    expected: tuple[Any, ...],
+) -> None:
+    assert waiting(response, gpus, host_gib, tree, **actor) == expected
 
 
 def test_where_the_reference_waits_is_kept_as_given() -> None:

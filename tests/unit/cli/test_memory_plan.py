@@ -444,6 +444,57 @@ def test_the_plan_has_a_line_for_every_phase() -> None:
     assert "weights 14.2 GiB" in lines[3]
 
 
+def on_host(num_tokens: int, *, host_bytes: int = 0, gib: int = 192, **memory: Any) -> MemoryPlan:
+    """The plan of 7B on one rank whose layers' inputs wait in host memory; `host_bytes` in GiB."""
+    memory = {"recompute": "from_host"} | memory
+    actor = {"ppo_max_token_len_per_gpu": num_tokens, "memory": memory}
+    return MemoryPlan.of(
+        run_of(learner={"world_size": 1}, actor=actor),
+        shape_of(SEVEN),
+        learner_gpus=(0,),
+        engine_gpus=(1,),
+        totals=dict.fromkeys(range(2), gib * GIB),
+        host_bytes=host_bytes * GIB,
+    )
+
+
+def test_inputs_of_layers_on_the_host_leave_those_of_two_layers_on_the_gpu() -> None:
+    num_bytes = 24_576 * 3584 * 2
+    full, away = on_host(24_576, recompute="full").learner, on_host(24_576).learner
+    assert full.update["activations"] - away.update["activations"] == 26 * num_bytes
+    assert (full.host_inputs, away.host_inputs) == (0, 28 * num_bytes)
+    part = on_host(24_576, host_gib=5.5 * num_bytes / GIB).learner
+    assert part.host_inputs == 5 * num_bytes
+    assert full.update["activations"] - part.update["activations"] == 3 * num_bytes
+    assert on_host(24_576, host_gib=1.5 * num_bytes / GIB).learner.update == full.update
+
+
+def test_the_plan_names_the_hosts_memory_and_refuses_more_than_it_has() -> None:
+    assert on_host(24_576, host_bytes=10).lines()[-1] == (
+        "host memory, update: inputs of layers 4.6 GiB per rank"
+    )
+    with pytest.raises(ConfigError, match=r"9.0 GiB of free memory, and 1 learner ranks would pin 4.6 GiB"):
+        on_host(24_576, host_bytes=9).lines()
+    assert on_host(24_576, host_bytes=5, host_gib=5).lines()
+    with pytest.raises(ConfigError, match=r"actor\.memory\.host_gib to at most 4, a lower"):
+        on_host(24_576, host_bytes=4, host_gib=5).lines()
+    # The plan advises it if the host has room.
+    long = {"data": {"train_files": "x.jsonl", "max_prompt_length": 512, "max_response_length": 65_024}}
+    config = run_of(learner={"world_size": 1}, actor={"ppo_max_token_len_per_gpu": 65_536}, **long)
+    full = LearnerMemory.of(config, shape_of(SEVEN)).changed(kept_share=0.0, keeps_gathered=False)
+    for host, advice in ((64, "{recompute: from_host, accumulate: false}"), (16, "offload: true}")):
+        plan = MemoryPlan.of(
+            config,
+            shape_of(SEVEN),
+            learner_gpus=(0,),
+            engine_gpus=(1,),
+            totals={0: full.most - GIB},
+            host_bytes=host * GIB,
+        )
+        with pytest.raises(ConfigError, match=advice):
+            plan.lines()
+
+
 @pytest.mark.parametrize(
     ("sections", "gib", "advice"),
     [

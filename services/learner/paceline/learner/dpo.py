@@ -259,7 +259,7 @@ def train(config: DpoRunConfig, environment: RankEnvironment) -> None:
         model.path,
         ranks,
         Precision(compute=compute) if model.lora is None else Precision(compute=compute, store=compute),
-        options=LayerOptions.of(own.memory),
+        options=LayerOptions.of(own.memory, num_tokens=own.max_token_len_per_gpu, ranks=ranks),
         random_seed=config.seed if model.load_format == "random" else None,
         lora=model.lora,
         adapter_seed=config.seed,

@@ -158,7 +158,7 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
         ranks,
         Precision(compute=DTYPES[model.dtype]),
         seed=config.seed,
-        options=LayerOptions.of(rm.memory),
+        options=LayerOptions.of(rm.memory, num_tokens=rm.max_token_len_per_gpu, ranks=ranks),
         random_weights=model.load_format == "random",
         has_bias=False,
     )

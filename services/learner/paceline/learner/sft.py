@@ -124,7 +124,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         model.path,
         ranks,
         Precision(compute=DTYPES[model.dtype]),
-        options=LayerOptions.of(config.sft.memory),
+        options=LayerOptions.of(config.sft.memory, num_tokens=config.sft.max_token_len_per_gpu, ranks=ranks),
         random_seed=config.seed if model.load_format == "random" else None,
     )
     pairs, num_left_out = read_pairs(config, config.sft.train_files)

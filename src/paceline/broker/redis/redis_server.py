@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from paceline.core.errors import EnvironmentLackError
+from paceline.service.host_memory import host_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,6 @@ _RESTART_GRACE_S: Final = 3.0
 _EXIT_S: Final = 5.0
 _DATA_FILES: Final = ("appendonly.aof", "dump.rdb")
 _DATA_FOLDER: Final = "appendonlydir"  # since Redis 7
-_MEMORY_LIMITS: Final = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 # Asks the kernel for SIGTERM at the parent's death (the request survives exec), and becomes the server.
 _DIE_WITH_PARENT: Final = (
@@ -340,11 +337,7 @@ def _quoted(path: Path) -> str:
 
 def _quarter_of_memory_mib() -> int:
     """Returns a quarter of the machine's memory, or of the container's limit if that is lower."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in _MEMORY_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            sizes.append(int(path.read_text()))
-    return max(1, min(sizes) // 4 // 2**20)
+    return max(1, host_bytes() // 4 // 2**20)
 
 
 def _free_port() -> int:

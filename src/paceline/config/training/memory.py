@@ -1,4 +1,4 @@
-"""`actor.memory`: what an update keeps in GPU memory, and what it recomputes or gathers again."""
+"""`actor.memory`: what an update keeps in GPU or host memory, and what it recomputes or gathers again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,28 @@ from paceline.config.base import Section
 
 KEPT_LOGITS_SHARE: Final = 1 / 32
 """Logits of a micro-batch that take at most this share of a GPU's memory are kept for its backward pass."""
+HOST_SHARE: Final = 0.5
+"""Most of a host's free memory that its ranks pin for inputs of layers, unless the file says otherwise."""
+_GIB: Final = 1 << 30
 
 
 class MemoryConfig(Section):
     """What an update keeps: these options change speed and memory, and results only by rounding."""
 
-    recompute: Literal["auto", "none", "full"] | Annotated[float, Field(gt=0, lt=1)] = Field(
+    recompute: Literal["auto", "none", "full", "from_host"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         "auto",
         description="What the backward pass computes again. none: nothing. full: every layer, from its "
-        "input. A number: the share of activations that is kept. With actor.compile, the compiler chooses "
-        "which; without it, this share of the layers keeps all of its activations. auto: keep as much as the "
-        "memory plan allows; on a CPU, recompute nothing.",
+        "input. from_host: the same, but the inputs wait in pinned host memory. A number: the share of "
+        "activations that is kept. With actor.compile, the compiler chooses which; without it, this share of "
+        "the layers keeps all of its activations. auto: keep as much as the memory plan allows, and take "
+        "from_host only if nothing else fits on a rank; on a CPU, recompute nothing.",
+    )
+    host_gib: float | None = Field(
+        None,
+        gt=0,
+        description="With recompute: from_host, the most GiB of host memory that each rank pins for inputs "
+        "of layers; further inputs stay on the GPU. null: half of the free memory of the host or container, "
+        "divided by the host's ranks.",
     )
     keep_gathered: bool | None = Field(
         None,
@@ -53,7 +64,22 @@ class MemoryConfig(Section):
         """Share of the activations that are kept; 1 while the choice is still open."""
         if isinstance(self.recompute, float):
             return self.recompute
-        return 0.0 if self.recompute == "full" else 1.0
+        return 0.0 if self.recompute in ("full", "from_host") else 1.0
+
+    @property
+    def inputs_on_host(self) -> bool:
+        """Whether inputs of layers wait in host memory; False while the choice is still open."""
+        return self.recompute == "from_host"
+
+    @property
+    def host_limit(self) -> int | None:
+        """Most bytes that a rank pins for inputs of layers; None: as its host has room."""
+        return None if self.host_gib is None else round(self.host_gib * _GIB)
+
+    @property
+    def host_share(self) -> float:
+        """The most of a host's free memory that its ranks together pin for inputs of layers."""
+        return HOST_SHARE if self.host_gib is None else 1.0
 
     @property
     def keeps_gathered(self) -> bool:

@@ -41,6 +41,8 @@ class LearnerMemory:
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
         offloads: whether the optimizers' averages are in host memory.
+        inputs_on_host: whether recomputed layers keep their inputs in host memory.
+        host_limit: most bytes of host memory for these inputs; None: as many as they need.
         compact: whether the policy's averages have 8 bits.
         critic_compact: whether the critic's averages have 8 bits.
         frozen: the shapes of frozen networks with separate weights, by name.
@@ -65,6 +67,8 @@ class LearnerMemory:
     has_critic: bool
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
     offloads_frozen: bool = False
+    inputs_on_host: bool = False
+    host_limit: int | None = None
     num_adapters: int = 0
     num_adapted: int = 0
     num_stacked: int = 0
@@ -105,6 +109,8 @@ class LearnerMemory:
             has_critic="critic" in config.needs,
             frozen=frozen_shapes(config, shape),
             offloads_frozen=actor.memory.offload_reference,
+            inputs_on_host=actor.memory.inputs_on_host,
+            host_limit=actor.memory.host_limit,
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
             num_stacked=sum(part.num_adapters(lora.rank) for part in experts) if lora else 0,
@@ -312,7 +318,7 @@ class LearnerMemory:
         if self.compiled and self.kept_share:  # no compiled layers exchange tokens
             return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
-        inputs = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
+        inputs = (recomputed - self._num_inputs_away) * self.layer_input
         kept = (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
         return inputs + kept + self._exchanged
 
@@ -322,6 +328,28 @@ class LearnerMemory:
         if self.expert == 1 or not self.shape.num_experts:
             return 0
         return 2 * self.num_tokens * self.shape.num_chosen * self.shape.hidden * self.bytes_per_number
+
+    @property
+    def layer_input(self) -> int:
+        """Bytes of the states that enter a layer."""
+        return self.num_tokens * self.shape.hidden * self.bytes_per_number
+
+    @property
+    def host_inputs(self) -> int:
+        """Bytes of host memory that a rank pins for inputs of layers."""
+        return self._num_inputs_on_host * self.layer_input
+
+    @property
+    def _num_inputs_on_host(self) -> int:
+        if not self.inputs_on_host:
+            return 0
+        most = self.shape.num_layers if self.host_limit is None else self.host_limit // self.layer_input
+        return min(self.shape.num_layers, most)
+
+    @property
+    def _num_inputs_away(self) -> int:
+        """Number of inputs that are on the host alone: of two layers they are on the GPU, too."""
+        return max(0, self._num_inputs_on_host - 2)
 
     @property
     def _layer(self) -> int:

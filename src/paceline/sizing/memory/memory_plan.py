@@ -23,6 +23,7 @@ class MemoryPlan:
 
     Args:
         totals: bytes of each GPU, by index; GPUs whose size is not known are left out.
+        host_bytes: free memory of the host; 0 if it is not known.
     """
 
     config: RunConfig
@@ -31,6 +32,7 @@ class MemoryPlan:
     learner_gpus: Sequence[int]
     engine_gpus: Sequence[int]
     totals: Mapping[int, int]
+    host_bytes: int = 0
 
     @classmethod
     def of(
@@ -41,6 +43,7 @@ class MemoryPlan:
         learner_gpus: Sequence[int],
         engine_gpus: Sequence[int],
         totals: Mapping[int, int],
+        host_bytes: int = 0,
     ) -> MemoryPlan:
         """Plans from the configuration and the assignment of GPUs."""
         return cls(
@@ -50,6 +53,7 @@ class MemoryPlan:
             learner_gpus=learner_gpus,
             engine_gpus=engine_gpus,
             totals=totals,
+            host_bytes=host_bytes,
         )
 
     @property
@@ -93,6 +97,8 @@ class MemoryPlan:
             if not self.shared_gpus:
                 lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
         lines += self._together()
+        if inputs := self.learner.host_inputs:
+            lines.append(f"host memory, update: inputs of layers {_gib(inputs)} per rank")
         self._check()
         return lines
 
@@ -113,6 +119,7 @@ class MemoryPlan:
         return lines
 
     def _check(self) -> None:
+        self._check_host()
         peak = self.learner.most
         for gpu in sorted({*self.learner_gpus, *self.engine_gpus} & self.totals.keys()):
             total = self.totals[gpu]
@@ -138,6 +145,23 @@ class MemoryPlan:
                 f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}{beside}: "
                 f"{self._fewer_copies(total - asleep) or self._advice(total - asleep)}"
             )
+
+    def _check_host(self) -> None:
+        """Checks that the host has room for the inputs of layers of all ranks that this plan knows."""
+        if not self.host_bytes or self._has_host_room(self.learner):
+            return
+        num_ranks, share = len(self.learner_gpus), self.config.actor.memory.host_share
+        raise ConfigError(
+            f"the host has {_gib(self.host_bytes)} of free memory, and {num_ranks} learner ranks would pin "
+            f"{_gib(self.learner.host_inputs)} each for inputs of layers, more than a share of {share:g}: "
+            f"set actor.memory.host_gib to at most {self.host_bytes // (GIB * num_ranks)}, a lower "
+            "actor.ppo_max_token_len_per_gpu, or actor.memory.recompute: full"
+        )
+
+    def _has_host_room(self, learner: LearnerMemory) -> bool:
+        """Returns whether the host has room for the inputs of layers of a learner's ranks."""
+        most = self.config.actor.memory.host_share * self.host_bytes
+        return len(self.learner_gpus) * learner.host_inputs <= most
 
     def _check_generation(self, gpu: int, total: int) -> None:
         """Checks that the learner fits next to an engine that starts or is awake."""
@@ -187,6 +211,9 @@ class MemoryPlan:
         least = f"actor.ppo_max_token_len_per_gpu: {longest}"
         if leanest.most <= total:
             return f"set actor.memory to {{recompute: full, accumulate: false}} and {least}"
+        on_host = leanest.changed(inputs_on_host=True)
+        if on_host.most <= total and self._has_host_room(on_host):
+            return f"set actor.memory to {{recompute: from_host, accumulate: false}} and {least}"
         offloads = "offload: true"
         if leanest.frozen:
             leanest, offloads = leanest.changed(offloads_frozen=True), "offload_reference: true"

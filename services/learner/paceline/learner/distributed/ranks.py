@@ -114,6 +114,7 @@ class Ranks:
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another gloo group, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
+        num_local: ranks on this host, this one included.
     """
 
     device: torch.device
@@ -125,6 +126,7 @@ class Ranks:
     storage: dist.ProcessGroup
     store: Store
     experts: DeviceMesh | None = None
+    num_local: int = 1
 
 
 def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
@@ -241,6 +243,7 @@ def form_group(
         control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,
+        num_local=environment.num_local_ranks,
     )
 
 

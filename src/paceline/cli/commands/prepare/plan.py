@@ -93,7 +93,8 @@ def _table(shown: list[Layout]) -> Table:
 
 def _update(layout: Layout) -> str:
     actor = layout.settled.actor
-    kept = ", ".join(f"{name}={str(value).lower()}" for name, value in actor.memory.model_dump().items())
+    memory = actor.memory.model_dump(exclude_none=True)
+    kept = ", ".join(f"{name}={str(value).lower()}" for name, value in memory.items())
     context = layout.settled.learner.num_context_ranks
     shared = f"the tokens of each row on {context} ranks, " if context > 1 else ""
     return f"{shared}micro-batches of {actor.ppo_max_token_len_per_gpu:,} tokens, {kept}"

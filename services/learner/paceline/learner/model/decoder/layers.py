@@ -14,7 +14,9 @@ from torch import nn
 
 from paceline.config.training.actor import ActorConfig
 from paceline.config.training.memory import MemoryConfig
+from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE, compile_layers
+from paceline.learner.model.decoder.host_inputs import HostInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,21 +28,36 @@ class LayerOptions:
         compiled: whether torch.compile compiles the layers.
         keep_gathered: weights stay gathered after a forward pass, until a backward pass or
             `forget_forward_passes`.
+        host_inputs: where recomputed layers keep their inputs; None: on the device.
     """
 
     kept_share: float = 1.0
     compiled: bool = False
     keep_gathered: bool = False
+    host_inputs: HostInputs | None = None
 
     @classmethod
-    def of(cls, memory: MemoryConfig, *, compiled: bool = False) -> LayerOptions:
-        """Returns the options of a memory configuration."""
-        return cls(kept_share=memory.kept_share, compiled=compiled, keep_gathered=memory.keeps_gathered)
+    def of(
+        cls, memory: MemoryConfig, *, num_tokens: int, ranks: Ranks, compiled: bool = False
+    ) -> LayerOptions:
+        """Returns the options of a memory configuration, for micro-batches of `num_tokens` on each rank.
+
+        Raises:
+            EnvironmentLackError: the host has less free memory than its ranks may pin.
+        """
+        multiple = TOKEN_MULTIPLE if compiled else 1
+        return cls(
+            kept_share=memory.kept_share,
+            compiled=compiled,
+            keep_gathered=memory.keeps_gathered,
+            host_inputs=HostInputs.of(memory, num_tokens=-(-num_tokens // multiple) * multiple, ranks=ranks),
+        )
 
     @classmethod
-    def of_actor(cls, actor: ActorConfig) -> LayerOptions:
-        """Returns the options of policy and critic."""
-        return cls.of(actor.memory, compiled=actor.compiles)
+    def of_actor(cls, actor: ActorConfig, ranks: Ranks) -> LayerOptions:
+        """Returns the options of policy and critic; raises as `of`."""
+        num_tokens = actor.ppo_max_token_len_per_gpu
+        return cls.of(actor.memory, num_tokens=num_tokens, ranks=ranks, compiled=actor.compiles)
 
     @property
     def token_multiple(self) -> int:
@@ -60,6 +77,8 @@ class LayerOptions:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for layer in layers[num_recomputed:]:
                 layer.gradient_checkpointing = False  # type: ignore[assignment]
+        if self.host_inputs is not None:
+            self.host_inputs.keep_for(layers)
 
 
 DEFAULT_OPTIONS = LayerOptions()

@@ -105,7 +105,7 @@ class Learner:
         seed, model = config.trainer.seed, config.model
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]
-        options = LayerOptions.of_actor(config.actor)
+        options = LayerOptions.of_actor(config.actor, ranks)
         flash_attention.choose(config.actor.attention_kernel)
         # A frozen network is stored in its compute type.
         kept = Precision(compute=compute, store=compute, reduce=DTYPES[config.actor.reduce_dtype])
