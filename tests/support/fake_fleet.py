@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ class FakeServices:
         may_end: whether a group that is begun may end, or waits for new weights; None without
             `rollout.in_flight`.
         validators: the validation servers.
+        stores: names of the blob stores, which share the prompts; empty: there are none.
     """
 
     def __init__(self) -> None:
@@ -106,6 +108,7 @@ class FakeServices:
         self.has_blob: Callable[[str], bool] = lambda key: True
         self.may_end: Callable[[PromptGroup], bool] | None = None
         self.validators: set[str] = set()
+        self.stores: tuple[str, ...] = ()
         self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
 
     @property
@@ -305,6 +308,8 @@ def _write_checkpoint(folder: Path, controller_state: bytes, weights: str) -> No
     )
 
 
+_DRAWS = itertools.count()
+
 Answer = Callable[[PromptGroup, int], dict[str, Any] | GroupRefusal]
 
 
@@ -344,9 +349,11 @@ async def answer_prompts(
                 continue
             for entry in entries:
                 group = decode_prompt_group(entry.payload)
-                beside = bool(services.validators)
+                beside, stores = bool(services.validators), services.stores
                 samples = reversed(range(group.num_samples))
-                await broker.append([_message(run_id, group, i, answer, beside=beside) for i in samples])
+                await broker.append(
+                    [_message(run_id, group, i, answer, beside=beside, stores=stores) for i in samples]
+                )
             await box.done(entries)
 
 
@@ -433,6 +440,7 @@ def _message(
     *,
     beside: bool = False,
     server: str = "fake",
+    stores: Sequence[str] = (),
 ) -> Outgoing:
     policies = policies or (group.policy,)
     stream, answered = names.scored(run_id), answer(group, index)
@@ -440,7 +448,8 @@ def _message(
         stream = names.val_scored(run_id, group.policy.version)
     if isinstance(answered, GroupRefusal):
         return Outgoing(stream=stream, payload=encode_group_refusal(answered))
-    key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")
+    draw, store = ("0", "") if not stores else (str(next(_DRAWS)), stores[group.prompt_id % len(stores)])
+    key = names.blob(run_id, str(group.trajectory_id(index)), "fake", draw, store)
     blob = encode_trajectory(_drawn(run_id, group, index, policies))
     header = ScoredHeader(
         run_id=run_id,

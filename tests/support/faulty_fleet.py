@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ class FaultyFleet:
         store.blobs.clear()
         store.last_number = 0
 
+    def lose_store(self, name: str) -> None:
+        """A blob store dies and comes back empty."""
+        blobs = self.broker._store.blobs
+        for key in [key for key in blobs if names.store_of(key) == name]:
+            del blobs[key]
+
     def lose_messages(self, share: str) -> None:
         """Only the marker, the groups and the blobs stay, and every other message if `share` is half."""
         for stream in self.broker._store.streams.values():
@@ -59,6 +66,10 @@ class FaultyFleet:
             Outgoing(stream=names.scored(RUN), payload=encode_scored_header(header)) for header in headers
         ]
         self.sending = asyncio.get_running_loop().create_task(self.broker.append(messages))
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The events of all its controllers."""
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
 
     def restart_learner(self, it: SequencerRun, reason: str) -> None:
         steps = [int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step_*/manifest.json")]

@@ -58,6 +58,7 @@ class MemoryBroker:
         self._clock = clock or SystemClock()
         self._store = store or MemoryStore()
         self._closed = False
+        self.store, self.has_stores = "", False
 
     def _group(self, stream: str, group: str) -> _Group | None:
         self._check_open()
@@ -246,6 +247,11 @@ class MemoryBroker:
         self._check_open()
         return [self._store.blobs.get(key) for key in keys]
 
+    async def missing_blobs(self, keys: Sequence[str]) -> list[str]:
+        """Returns those of the keys that have no value."""
+        self._check_open()
+        return [key for key in keys if key not in self._store.blobs]
+
     async def delete_blobs(self, keys: Sequence[str]) -> None:
         """Removes blobs; missing ones are ignored."""
         self._check_open()
@@ -266,6 +272,10 @@ class MemoryBroker:
         await self.delete_streams(streams)
         await self.delete_blobs(blobs)
         return len(streams) + len(blobs)
+
+    async def store_bytes(self) -> dict[str, int | None]:
+        """Returns nothing: there are no stores that use memory of their own."""
+        return {}
 
     async def incarnation(self) -> str:
         """Returns the name of this store."""

@@ -66,7 +66,18 @@ class SavedPart:
 
 
 class Broker(Protocol):
-    """Streams with consumer groups, and blobs."""
+    """Streams with consumer groups, and blobs.
+
+    Blobs may be in stores of their own, which their keys name (`names.store_of`). A store may die with its
+    blobs, while the broker and its streams live on.
+
+    Attributes:
+        store: the store for new blobs of this process; "": blobs stay with the streams.
+        has_stores: whether there are any.
+    """
+
+    store: str
+    has_stores: bool
 
     async def ensure_group(self, stream: str, group: str) -> None:
         """Creates stream and group if they are missing; the group starts at the stream's first entry."""
@@ -166,12 +177,20 @@ class Broker(Protocol):
         """Returns the values in the order of the keys, None for a missing one."""
         ...
 
+    async def missing_blobs(self, keys: Sequence[str]) -> list[str]:
+        """Returns those of the keys that have no value, without fetching the others' values."""
+        ...
+
     async def delete_blobs(self, keys: Sequence[str]) -> None:
         """Removes blobs; missing ones are ignored."""
         ...
 
     async def purge(self, prefix: str) -> int:
         """Removes every stream and blob whose name begins with `prefix`; returns how many."""
+        ...
+
+    async def store_bytes(self) -> dict[str, int | None]:
+        """Returns the memory that each blob store uses, by its name; None if it does not answer."""
         ...
 
     async def incarnation(self) -> str:

@@ -47,13 +47,22 @@ def mailbox(stream: str) -> str:
     return before[-1] if before and last[:1] == "v" and last[1:].isdecimal() else last
 
 
-def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str) -> str:
+def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str, store: str = "") -> str:
     """Names the arrays of one sample.
 
     Each start of a server has its own keys, so a repeated sample overwrites nothing. The barrier admits one
     copy and deletes the others.
+
+    Args:
+        store: name of the blob store that holds it and all that is stored beside it; "": the broker.
     """
-    return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}:{incarnation}"
+    at = f"@{store}" if store else ""
+    return f"{prefix(run_id)}blob{at}:{trajectory_id}:{server_id}:{incarnation}"
+
+
+def store_of(key: str) -> str:
+    """Returns the blob store that a key names; "" if the key is in the broker's own server."""
+    return key.partition(":blob@")[2].partition(":")[0]
 
 
 def text(blob_key: str) -> str:

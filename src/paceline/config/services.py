@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
 
 from paceline.config.base import Section
 from paceline.core.errors import ConfigError
@@ -321,6 +321,14 @@ class BrokerConfig(Section):
         description="redis://[:password@]host:port/db of a running server; "
         "null: `paceline train` starts a server for the run.",
     )
+    blob_stores: Literal["auto"] | NonNegativeInt | tuple[str, ...] = Field(
+        "auto",
+        description="Further Redis servers, which hold the trajectories; the broker's server then has only "
+        "their headers. A number: so many are started beside the run's own server. A list of addresses, with "
+        "broker.url: one running server per host; a rollout server writes to the one of its own host. auto: "
+        "one beside the run's own server if rows may have more than 8192 tokens, else none. A store that "
+        "dies loses its samples, which are drawn again.",
+    )
     insecure: bool = Field(
         False,
         description="Allow a server on another machine that requires no password; only for a network that "
@@ -341,12 +349,36 @@ class BrokerConfig(Section):
     max_memory_mib: int | None = Field(
         None,
         gt=0,
-        description="Memory bound of the server that `paceline train` starts; services wait while it is "
-        "full. null: a quarter of the machine's memory.",
+        description="Memory bound of each server that `paceline train` starts; services wait while it is "
+        "full. null: a quarter of the machine's memory for all of them.",
     )
     max_stream_length: int = Field(
         100_000, gt=0, description="Most entries of a mailbox; while it is full, writers wait."
     )
+
+    @model_validator(mode="after")
+    def _stores_are_reachable(self) -> Self:
+        if isinstance(self.blob_stores, int) and self.blob_stores and self.url is not None:
+            raise ValueError(
+                f"broker.blob_stores={self.blob_stores} starts servers beside the run's own, and broker.url "
+                "names another: list the addresses of running servers, one per host"
+            )
+        if isinstance(self.blob_stores, tuple) and self.blob_stores and self.url is None:
+            raise ValueError(
+                "broker.blob_stores lists running servers, and without broker.url the run starts its own: "
+                "set broker.url, or write a number"
+            )
+        return self
+
+    @property
+    def store_urls(self) -> tuple[str, ...]:
+        """The addresses of stores that already run."""
+        return self.blob_stores if isinstance(self.blob_stores, tuple) else ()
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether an address has a password."""
+        return any("@" in url for url in (self.url or "", *self.store_urls))
 
 
 class WeightsConfig(Section):

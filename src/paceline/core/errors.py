@@ -151,6 +151,7 @@ class RewardErrorKind(enum.Enum):
     WRONG_COUNT = "wrong_count"
     UNAVAILABLE = "unavailable"
     CRASHED = "crashed"
+    LOST = "lost"
 
 
 class RewardError(PacelineError, RuntimeError):

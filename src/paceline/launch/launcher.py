@@ -43,7 +43,7 @@ from paceline.service.addresses import announced
 from paceline.service.disk import DISK_IS_FULL, full_disk
 from paceline.service.identity.credentials import TOKEN, Credentials
 from paceline.service.member.runtime import STOP_GRACE
-from paceline.service.process import BROKER_URL, adopt_orphans
+from paceline.service.process import BLOB_STORES, BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
 from paceline.show.live.follow import follow
 from paceline.show.live.view import View
@@ -132,6 +132,7 @@ class _Launcher:
             has_worked=self._has_worked,
         )
         self._redis: OwnRedis | None = None
+        self._stores: list[OwnRedis] = []
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._last_step: asyncio.Task[None] | None = None
         self._asked_at = 0.0
@@ -261,12 +262,16 @@ class _Launcher:
             return self._config.broker.url
         from paceline.launch.own_redis import OwnRedis
 
-        self._redis = OwnRedis(
-            self._run_dir / "redis",
-            RestartHistory(self._services.rule),
-            max_memory_mib=self._config.broker.max_memory_mib,
+        num_stores = self._config.num_own_stores
+        start = functools.partial(
+            OwnRedis, max_memory_mib=self._config.broker.max_memory_mib, num_servers=1 + num_stores
         )
+        self._redis = start(self._run_dir / "redis", RestartHistory(self._services.rule))
         self._view.milestone(f"Redis answers on port {self._redis.server.port}")
+        for number in range(num_stores):
+            folder, history = self._run_dir / f"blob-store-{number}", RestartHistory(self._services.rule)
+            self._stores.append(start(folder, history, what=f"blob store {number}", is_durable=False))
+            self._view.milestone(f"blob store {number} answers on port {self._stores[-1].server.port}")
         return self._planner.broker_url(self._redis.server.url)
 
     def _note_end(self, name: str, outcome: str, restarts: bool) -> str:
@@ -299,8 +304,9 @@ class _Launcher:
         if self._note.state == "ended":
             return
         self._note.pids = {"launcher": os.getpid(), **self._tree.pids}
-        if self._redis is not None and self._redis.server.running:
-            self._note.pids["redis"] = self._redis.server.pid
+        for redis in self._own_servers:
+            if redis.server.running:
+                self._note.pids[redis.name] = redis.server.pid
         run_dirs.write_note(self._run_dir, self._note)
 
     async def _check(self, spec: ProcessSpec) -> None:
@@ -326,7 +332,11 @@ class _Launcher:
             "controller",
             Role.CONTROLLER,
             plan=lambda: [self._planner.controller(self._config, self._run_dir, self._address_file)],
-            secrets={TOKEN: self._credentials.token, BROKER_URL: broker_url},
+            secrets={
+                TOKEN: self._credentials.token,
+                BROKER_URL: broker_url,
+                BLOB_STORES: " ".join(store.server.url for store in self._stores),
+            },
         )
         await self._services.start(unit)
         return unit
@@ -402,9 +412,7 @@ class _Launcher:
             asyncio.create_task(self._services.tend(), name="services"),
             asyncio.create_task(liveness.run(self._address, self._credentials), name="liveness"),
         ]
-        if self._redis is not None:
-            tend = self._redis.tend(say=self._view.notice, changed=self._write_note, note_end=self._note_end)
-            tending.append(asyncio.create_task(tend, name="redis"))
+        tending += [asyncio.create_task(self._tend(redis), name=redis.name) for redis in self._own_servers]
         try:
             await asyncio.wait([following, *tending], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
@@ -414,6 +422,18 @@ class _Launcher:
             for task in tending:
                 task.cancel()
             await asyncio.gather(*tending, return_exceptions=True)
+
+    @property
+    def _own_servers(self) -> list[OwnRedis]:
+        return [*([self._redis] if self._redis is not None else []), *self._stores]
+
+    async def _tend(self, redis: OwnRedis) -> str:
+        """Restarts a server whenever it ends; returns why the run cannot go on without it."""
+        reason = await redis.tend(say=self._view.notice, changed=self._write_note, note_end=self._note_end)
+        if redis is not self._redis:
+            self._view.notice(f"{reason}; the run goes on without it")
+            await asyncio.Event().wait()
+        return reason
 
     async def _explain(self, outcome: LaunchOutcome) -> LaunchOutcome:
         """Returns the controller's outcome, with the death of the process that may have caused it.
@@ -451,8 +471,8 @@ class _Launcher:
             if self._following is not None:
                 self._following.cancel()
                 await asyncio.gather(self._following, return_exceptions=True)
-            if self._redis is not None:
-                self._redis.end(keep_data=not outcome.ok and not self._signal.done())
+            for redis in self._own_servers:
+                redis.end(keep_data=not outcome.ok and not self._signal.done())
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
             self._scratch.remove()

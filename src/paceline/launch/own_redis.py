@@ -1,5 +1,4 @@
-"""The run's own Redis server, which is started in the run directory and restarted with its data when it
-ends."""
+"""A Redis server of the run, which is started in the run directory and restarted when it ends."""
 
 from __future__ import annotations
 
@@ -17,11 +16,33 @@ log = logging.getLogger(__name__)
 
 
 class OwnRedis:
-    """Owns the run's server; use it in the main thread: the server dies with the thread that started it."""
+    """Owns a server; use it in the main thread: the server dies with the thread that started it.
 
-    def __init__(self, folder: Path, history: RestartHistory, *, max_memory_mib: int | None = None) -> None:
-        self._history = history
-        self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
+    Args:
+        folder: its folder, whose name is also the process's.
+        what: the server in messages.
+        is_durable: whether it is restarted with its data; a blob store is not.
+        max_memory_mib, num_servers: as in `RedisServer.start`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        history: RestartHistory,
+        *,
+        what: str = "Redis server",
+        is_durable: bool = True,
+        max_memory_mib: int | None = None,
+        num_servers: int = 1,
+    ) -> None:
+        self.name, self._what, self._history = folder.name, what, history
+        self.server = RedisServer.start(
+            folder,
+            max_memory_mib=max_memory_mib,
+            num_servers=num_servers,
+            is_durable=is_durable,
+            die_with_parent=True,
+        )
 
     def end(self, *, keep_data: bool) -> None:
         """Stops the server; `keep_data` is only for inspecting a failed run, because no run resumes from the
@@ -47,10 +68,10 @@ class OwnRedis:
             if not reason:
                 await wait_for_exit(self.server.pid)
                 outcome = outcome_of(self.server.exit_code())
-                reason = f"the run's Redis server ended unexpectedly ({outcome})"
+                reason = f"the run's {self._what} ended unexpectedly ({outcome})"
             pause_s = self._history.next_pause(asyncio.get_running_loop().time())
             if outcome:
-                reason = f"{reason} {note_end('redis', outcome, pause_s is not None)}"
+                reason = f"{reason} {note_end(self.name, outcome, pause_s is not None)}"
                 outcome = ""
             if pause_s is None:
                 rule = self._history.rule

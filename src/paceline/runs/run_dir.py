@@ -150,7 +150,7 @@ def prepare(config: RunConfig) -> Prepared:
         raise EnvironmentLackError(
             f"cannot make the run directory {run_dir}: {error.strerror}; set trainer.run_dir"
         ) from error
-    secret = "@" in (config.broker.url or "")
+    secret = config.broker.has_secrets
     write_atomically(run_dir / START, dump_yaml(resolved), mode=0o600 if secret else 0o644)
     return Prepared(config=resolved, run_dir=run_dir, remarks=remarks, created=created, aside=aside)
 

@@ -55,6 +55,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_of_this_machine(host: str) -> bool:
+    """Returns whether an address or name is one of this machine's, on which a socket can be bound."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
 def is_wildcard(host: str) -> bool:
     """Returns whether an address is a wildcard for all of the machine's addresses."""
     return host.strip("[]") in _WILDCARDS

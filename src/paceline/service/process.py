@@ -12,6 +12,8 @@ PARENT_PID = "PACELINE_PARENT_PID"
 STARTED_AS = "PACELINE_STARTED_AS"
 """Environment variable in which the launcher sets a member's incarnation."""
 BROKER_URL = "PACELINE_BROKER_URL"
+BLOB_STORES = "PACELINE_BLOB_STORES"
+"""Environment variable with the addresses of the blob stores, separated by spaces."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

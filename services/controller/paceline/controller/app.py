@@ -50,7 +50,7 @@ from paceline.service.grpc.server import start_server
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.runtime import ServiceContext
 from paceline.service.observability import telemetry
-from paceline.service.process import write_atomically
+from paceline.service.process import BLOB_STORES, BROKER_URL, write_atomically
 from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
@@ -79,13 +79,13 @@ class Options:
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
     config, inputs, credentials = await _configured(options)
-    broker_url, flow = _broker_url(config), await _dataflow(config, inputs)
+    (broker_url, *stores), flow = _broker_urls(config), await _dataflow(config, inputs)
     clock = SystemClock()
     journal, run_id, notices = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
     _start_telemetry(config, options)
     events = _events(notices)
-    broker = await _connect(context, config, broker_url, events)
+    broker = await _connect(context, config, broker_url, stores, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
     progress = Progress(run, step=max(0, journal.standing.finished))
     progress.policy = journal.standing.committed
@@ -109,6 +109,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         supervisor,
         turns=turns,
         broker_url=broker_url,
+        blob_stores=stores,
         credentials=credentials,
         checkpoints=lambda: list(checkpoints.candidates(run.checkpoints, run.id)),
         checkpoint_marker=await asyncio.to_thread(mark, run.checkpoints),
@@ -217,13 +218,16 @@ def validation_collector(
     )
 
 
-def _broker_url(config: RunConfig) -> str:
-    url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url
+def _broker_urls(config: RunConfig) -> list[str]:
+    """Returns the addresses of the broker and of the blob stores."""
+    url = os.environ.get(BROKER_URL) or config.broker.url
     if not url:
-        raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
-    url = with_password(url, os.environ)
-    check_reach(url, insecure=config.broker.insecure)
-    return url
+        raise ConfigError(f"no message broker: set broker.url, or {BROKER_URL} in the environment")
+    stores = os.environ.get(BLOB_STORES, "").split() or config.broker.store_urls
+    urls = [with_password(address, os.environ) for address in (url, *stores)]
+    for address in urls:
+        check_reach(address, insecure=config.broker.insecure)
+    return urls
 
 
 def _credentials(config: RunConfig) -> Credentials:
@@ -231,10 +235,13 @@ def _credentials(config: RunConfig) -> Credentials:
     return replace(credentials, insecure=True) if config.service.insecure else credentials
 
 
-async def _connect(context: ServiceContext, config: RunConfig, url: str, events: EventHub) -> Broker:
-    """Opens the broker; announces its outages to the run's followers."""
+async def _connect(
+    context: ServiceContext, config: RunConfig, url: str, stores: Sequence[str], events: EventHub
+) -> Broker:
+    """Opens the broker; announces its outages, and those of its stores, to the run's followers."""
     broker = open_broker(
         url,
+        stores=stores,
         outage_timeout_s=config.broker.outage_timeout_s,
         on_outage=events.notice,
         on_recovery=events.notice,
@@ -260,8 +267,7 @@ def _keep_settings(config: RunConfig, options: Options) -> None:
     Settings that `paceline train` has written to the run directory are kept unchanged.
     """
     file, given = options.run_dir / "config.resolved.yaml", options.config.resolve()
-    is_secret = "@" in (config.broker.url or "")
-    mode = 0o600 if is_secret else 0o644
+    mode = 0o600 if config.broker.has_secrets else 0o644
     if given.parent == options.run_dir.resolve() and not options.overrides:
         if given != file.resolve():
             write_atomically(file, given.read_text(encoding="utf-8"), mode=mode)

@@ -103,7 +103,7 @@ def _observe_members(fleet: Fleet, clock: Clock) -> None:
 async def measure_mailboxes(
     broker: Broker, run_id: str, progress: Progress, *, in_flight: bool = False
 ) -> NoReturn:
-    """Asks for the lengths of the run's mailboxes until cancelled.
+    """Asks for the lengths of the run's mailboxes, and for the state of the blob stores, until cancelled.
 
     Args:
         in_flight: whether pushes land in the middle of an answer; one mailbox then has the prompts for all
@@ -120,6 +120,9 @@ async def measure_mailboxes(
             for stream in streams if telemetry.is_measuring() else ():
                 length = await broker.length(stream)
                 telemetry.record(metrics.MAILBOX_ENTRIES, length, mailbox=names.mailbox(stream))
+            for store, used in (await broker.store_bytes() if telemetry.is_measuring() else {}).items():
+                telemetry.record(metrics.BLOB_STORE_UP, used is not None, store=store)
+                telemetry.record(metrics.BLOB_STORE_BYTES, used or 0, store=store)
         except (BrokerError, DeadlineError) as error:
             log.debug("mailbox lengths: %s", error)
         await asyncio.sleep(_INTERVAL_S)

@@ -18,7 +18,8 @@ epoch {number, members}                      a weight group was formed
 dispatch {step, policy, prompts, samples?}   the prompts of a step, once per step and rewind; `samples` by
                                              purpose, where they are not rollout.n for training alone
                                              (older journals: greedy: true, for one greedy answer)
-redispatch {step, prompts}                   the prompts that were sent again
+redispatch {step, prompts}                   the prompts that were sent again: missing at the
+                                             broker, or lost with a blob store (verdict lost)
 sampling {step, number, policy, prompts, samples, digest}   a dataflow's further sampling, each time that it
                                              begins; `digest` covers all that it asks for, to the token
 waiting {step}                               a script has not said for a minute what to do

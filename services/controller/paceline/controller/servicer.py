@@ -56,6 +56,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         *,
         turns: Turns,
         broker_url: str,
+        blob_stores: Sequence[str] = (),
         credentials: Credentials,
         checkpoints: Callable[[], Sequence[Folder]],
         checkpoint_marker: str,
@@ -63,7 +64,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     ) -> None:
         self._run, self._progress, self._supervisor = run, progress, supervisor
         self._turns = turns
-        self._broker_url, self._stop = broker_url, stop
+        self._broker_url, self._blob_stores, self._stop = broker_url, blob_stores, stop
         self._checkpoints, self._checkpoint_marker = checkpoints, checkpoint_marker
         self._credentials = credentials
         self._config_json = run.config.model_dump_json()
@@ -116,6 +117,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             run_dir=str(self._run.dir),
             config_json=self._config_json,
             broker_url=self._broker_url,
+            blob_stores=self._blob_stores,
             heartbeat_s=self._run.config.service.heartbeat_s,
             term=self._run.journal.term,
             policy=policy_tag_to_proto(policy) if policy else None,

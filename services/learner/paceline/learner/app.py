@@ -66,6 +66,7 @@ class LearnerApp:
         return RankRegistration(
             config=registration.config,
             broker_url=registration.broker_url,
+            blob_stores=registration.blob_stores,
             checkpoints=registration.checkpoints,
             checkpoint_root=registration.checkpoint_root,
             checkpoint_marker=registration.checkpoint_marker,

@@ -65,6 +65,7 @@ class RankRegistration:
     """The part of the registration that every rank needs, and where rank 0 listens.
 
     Attributes:
+        broker_url, blob_stores: addresses of the broker and its blob stores.
         checkpoints: checkpoints that may be loaded, newest first.
         run_dir: directory of the run, where this host sees it.
         host, advertise: the address on which rank 0 listens, and where others reach it.
@@ -78,6 +79,7 @@ class RankRegistration:
     run_dir: str
     host: str
     advertise: str
+    blob_stores: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Encodes it for other ranks. The group's store must not hold it: it has the broker's password."""
@@ -89,7 +91,8 @@ class RankRegistration:
         """Reads the registration that `to_bytes` wrote."""
         fields = json.loads(data)
         config = RunConfig.model_validate_json(fields.pop("config"))
-        return cls(config=config, checkpoints=tuple(fields.pop("checkpoints")), **fields)
+        lists = {name: tuple(fields.pop(name)) for name in ("checkpoints", "blob_stores")}
+        return cls(config=config, **lists, **fields)
 
 
 class Head:
@@ -311,7 +314,11 @@ def _load(
         exclude=adapter_names(learner.actor.network.lm),
     )
     blobs = stack.enter_context(
-        BlobClient(assignment.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
+        BlobClient(
+            assignment.broker_url,
+            stores=assignment.blob_stores,
+            outage_timeout_s=config.broker.outage_timeout_s,
+        )
     )
     if head is not None:
         head.ready(learner)

@@ -101,7 +101,11 @@ class RewardApp:
             loading.cancel()
             await asyncio.wait([loading])
         teacher = await self._teacher(config, tokenizer)
-        broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
+        broker = open_broker(
+            registration.broker_url,
+            stores=registration.blob_stores,
+            outage_timeout_s=config.broker.outage_timeout_s,
+        )
         self._session.context.defer("broker", broker.close)
         self._consumer = Consumer(
             broker=broker,

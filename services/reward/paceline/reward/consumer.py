@@ -318,7 +318,7 @@ class Consumer:
         trajectory_id = str(header.trajectory_id)
         if blob is None:
             message = f"the blob {header.blob_key} is gone: its step is over, or the broker lost it"
-            return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
+            return failed(trajectory_id, RewardErrorKind.LOST, message)
         try:
             if blob_digest(blob) != header.blob_digest:
                 raise InvalidMessageError("its digest is not the header's", reason="wrong_digest")

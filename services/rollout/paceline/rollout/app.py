@@ -99,7 +99,12 @@ class RolloutApp:
     async def _serve(self, engine: Engine, registration: Registration) -> None:
         session, context, config = self._session, self._session.context, registration.config
         context.defer("engine", engine.shutdown, budget_s=_ENGINE_SHUTDOWN_S)
-        broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
+        broker = open_broker(
+            registration.broker_url,
+            stores=registration.blob_stores,
+            writer=session.options.member_id,
+            outage_timeout_s=config.broker.outage_timeout_s,
+        )
         context.defer("broker", broker.close)
         await broker.ping()
         episodes = (

@@ -278,6 +278,7 @@ class Sampler:
                 draws,
                 server_id=self._server_id,
                 draw=f"{self._incarnation}.{serial}",
+                store=self._broker.store,
                 policies=self._mixed_policies(),
                 seconds=time.monotonic() - started,
                 together=self._limits.groups_together,

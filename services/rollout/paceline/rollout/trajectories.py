@@ -76,6 +76,7 @@ def trajectory_messages(
     *,
     server_id: str,
     draw: str,
+    store: str = "",
     seconds: float,
     together: bool = False,
     policies: Mapping[int, PolicyTag] | None = None,
@@ -86,6 +87,7 @@ def trajectory_messages(
         together: make one message with all headers and blobs, for scorers that score the samples together.
         draw: differs between all draws under this server's name, those of its predecessors included, so that
             the blobs of one draw never replace those of another.
+        store: name of the blob store for the blobs; "": the broker.
         seconds: time that the engine took for the group.
         policies: policies by version, if others than the group's may have drawn samples.
 
@@ -98,7 +100,7 @@ def trajectory_messages(
         trajectory = _trajectory(group, index, drawn, _ranges(drawn, policies or {}))
         blob = encode_trajectory(trajectory)
         decode_trajectory(blob)
-        key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw)
+        key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw, store)
         header = TrajectoryHeader(
             run_id=group.run_id,
             trajectory_id=trajectory.trajectory_id,

@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 ANNOUNCED_AFTER_S: Final = 2.0
 """Shorter outages are not announced."""
 
+STORE_PATIENCE_S: Final = 5.0
+"""How long commands wait for a blob store; the launcher starts one again sooner than that."""
+
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _NEVER: Final = float("-inf")
@@ -55,6 +58,7 @@ class Outage:
     Args:
         server: the server's name for messages, without its password.
         timeout_s: longest outage that commands wait through.
+        is_store: whether it is a blob store, without which the run goes on.
         on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s or needs the user,
             and when it is over. Both sentences are logged in any case.
     """
@@ -64,11 +68,15 @@ class Outage:
         server: str,
         *,
         timeout_s: float,
+        is_store: bool = False,
         on_outage: Say | None = None,
         on_recovery: Say | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._server, self.timeout_s = server, timeout_s
+        self.server = f"{'blob store' if is_store else 'broker'} {server}"
+        self._limit = "a store" if is_store else "broker.outage_timeout_s"
+        self._metric = metrics.BLOB_STORE_OUTAGE if is_store else metrics.BROKER_OUTAGE
+        self.timeout_s = timeout_s
         self._on_outage, self._on_recovery = on_outage, on_recovery
         self._clock = clock or SystemClock()
         self._since_s: float | None = None
@@ -76,7 +84,7 @@ class Outage:
         self._announced: Trouble | None = None
         self._counted_s = 0.0
         self.num_waiting = 0
-        telemetry.count(metrics.BROKER_OUTAGE, 0)
+        telemetry.count(self._metric, 0)
 
     @property
     def is_on(self) -> bool:
@@ -100,18 +108,18 @@ class Outage:
         seconds = now - self._since_s
         if seconds >= limit_s:
             raise BrokerError(
-                f"{command}: broker {self._server} {trouble.state}, for {seconds:.1f} s now; commands wait "
-                f"{limit_s:g} s (broker.outage_timeout_s): {trouble.remedy}"
+                f"{command}: {self.server} {trouble.state}, for {seconds:.1f} s now; commands wait "
+                f"{limit_s:g} s ({self._limit}): {trouble.remedy}"
             )
         if self._is_worth_a_word(trouble, seconds):
             self._announced = trouble
-            sentence = f"broker {self._server} {trouble.state}; waiting up to {limit_s:g} s"
+            sentence = f"{self.server} {trouble.state}; waiting up to {limit_s:g} s"
             _say(self._on_outage, f"{sentence}: {trouble.remedy}")
         return limit_s - seconds
 
     def _count(self, now: float) -> None:
         """Counts the seconds of the outage since the last call."""
-        telemetry.count(metrics.BROKER_OUTAGE, now - self._counted_s)
+        telemetry.count(self._metric, now - self._counted_s)
         self._counted_s = now
 
     def _is_worth_a_word(self, trouble: Trouble, seconds: float) -> bool:
@@ -127,7 +135,7 @@ class Outage:
         now = self._clock.monotonic()
         self._count(now)
         if self._announced:
-            _say(self._on_recovery, f"broker {self._server} is back after {now - self._since_s:.0f} s")
+            _say(self._on_recovery, f"{self.server} is back after {now - self._since_s:.0f} s")
         self._since_s, self._over_s, self._announced = None, now, None
 
 

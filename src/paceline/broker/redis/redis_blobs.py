@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,12 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from paceline.broker.address import redact, split, tls_options
-from paceline.broker.redis.outage import Attempts, Outage
+from paceline.broker.names import store_of
+from paceline.broker.redis.outage import STORE_PATIENCE_S, Attempts, Outage
 from paceline.broker.redis.redis_errors import refusal, trouble_of
 from paceline.core.errors import BrokerError, LostDataError
+
+log = logging.getLogger(__name__)
 
 _KEYS_PER_FETCH: Final = 64
 _KEYS_NAMED: Final = 5
@@ -25,14 +29,33 @@ class BlobClient:
     """A synchronous connection that fetches and stores blobs by key; a context manager.
 
     Args:
+        stores: addresses of the blob stores, as in `open_broker`.
         outage_timeout_s: longest outage of the server that a request waits through.
         timeout_s: how long an attempt waits for the server's answer; a request fetches at most 64 blobs.
+        is_store: whether the address is a store's.
     """
 
-    def __init__(self, url: str, *, outage_timeout_s: float = 300.0, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        stores: Sequence[str] = (),
+        outage_timeout_s: float = 300.0,
+        timeout_s: float = 30.0,
+        is_store: bool = False,
+    ) -> None:
         split(url)
         self._url, self._timeout_s = url, timeout_s
-        self._outage = Outage(redact(url), timeout_s=outage_timeout_s)
+        self._outage = Outage(redact(url), timeout_s=outage_timeout_s, is_store=is_store)
+        self._stores = {
+            str(number): BlobClient(
+                address,
+                outage_timeout_s=min(outage_timeout_s, STORE_PATIENCE_S),
+                timeout_s=min(timeout_s, STORE_PATIENCE_S),
+                is_store=True,
+            )
+            for number, address in enumerate(stores)
+        }
         self._client: redis.Redis = redis.Redis.from_url(
             url,
             protocol=2,
@@ -55,18 +78,31 @@ class BlobClient:
             LostDataError: blobs are missing; the message names them.
             BrokerError: the broker is gone.
         """
-        values: list[bytes | None] = []
-        for start in range(0, len(keys), _KEYS_PER_FETCH):
-            values += self._fetch(keys[start : start + _KEYS_PER_FETCH])
-        present = [value for value in values if value is not None]
+        values: dict[str, bytes | None] = {}
+        for name, store in self._stores.items():
+            own = [key for key in keys if store_of(key) == name]
+            try:
+                values |= zip(own, store._fetch_all(own), strict=True)
+            except BrokerError as error:
+                log.warning("blobs of a store are looked for at the broker: %s", error)
+        rest = [key for key in keys if values.get(key) is None]
+        values |= zip(rest, self._fetch_all(rest), strict=True)
+        present = [value for key in keys if (value := values[key]) is not None]
         if len(present) < len(keys):
-            missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+            missing = [key for key in keys if values[key] is None]
             more = f" and {len(missing) - _KEYS_NAMED} more" if len(missing) > _KEYS_NAMED else ""
             raise LostDataError(
                 f"{len(missing)} of {len(keys)} blobs are not at the broker {redact(self._url)}: "
                 f"{', '.join(missing[:_KEYS_NAMED])}{more}; they were deleted, or the server lost its data"
             )
         return present
+
+    def _fetch_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Returns the values on this server, None for a missing one."""
+        values: list[bytes | None] = []
+        for start in range(0, len(keys), _KEYS_PER_FETCH):
+            values += self._fetch(keys[start : start + _KEYS_PER_FETCH])
+        return values
 
     def _fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         with Attempts(self._outage, "MGET") as attempts:
@@ -90,7 +126,9 @@ class BlobClient:
         Raises:
             BrokerError: the server did not take all of them.
         """
-        keys = list(blobs)
+        for name, store in self._stores.items():
+            store.put({key: value for key, value in blobs.items() if store_of(key) == name})
+        keys = [key for key in blobs if store_of(key) not in self._stores]
         try:
             for start in range(0, len(keys), _KEYS_PER_FETCH):
                 with self._client.pipeline(transaction=False) as commands:
@@ -102,5 +140,7 @@ class BlobClient:
             raise BrokerError(f"the broker {redact(self._url)} did not store blobs: {error}") from error
 
     def close(self) -> None:
-        """Closes the connection to the server."""
+        """Closes the connections to the servers."""
         self._client.close()
+        for store in self._stores.values():
+            store.close()

@@ -41,7 +41,7 @@ class RedisClient:
         timeout_s: how long an attempt waits for the server's answer; for a blocking command, in addition to
             its wait.
         outage_timeout_s: longest outage of the server that commands wait through.
-        on_outage, on_recovery: as in `Outage`.
+        is_store, on_outage, on_recovery: as in `Outage`.
         max_connections: size of the pool. Blocking commands use at most `max_connections -
             reserved_connections`, so that others always find a connection.
         reserved_connections: connections that blocking commands leave free.
@@ -53,6 +53,7 @@ class RedisClient:
         *,
         timeout_s: float = 10.0,
         outage_timeout_s: float = 300.0,
+        is_store: bool = False,
         on_outage: Say | None = None,
         on_recovery: Say | None = None,
         max_connections: int = 32,
@@ -64,7 +65,11 @@ class RedisClient:
             )
         self.server = redact(url)
         self.outage = Outage(
-            self.server, timeout_s=outage_timeout_s, on_outage=on_outage, on_recovery=on_recovery
+            self.server,
+            timeout_s=outage_timeout_s,
+            is_store=is_store,
+            on_outage=on_outage,
+            on_recovery=on_recovery,
         )
         self._timeout_s = timeout_s
         # Deadlines are set around whole commands; the client's socket timeout would cut blocking reads short.
@@ -95,6 +100,21 @@ class RedisClient:
         return await self._repeat(
             words[0], lambda: self._redis.execute_command(*words), self._timeout_s, limit_s=limit_s
         )
+
+    async def run_all(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the server's replies to commands that it gets in one portion; as `run` otherwise.
+
+        Raises:
+            BrokerError: as in `run`. Some of the commands may have been carried out.
+        """
+
+        async def act() -> list[Any]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for words in commands:
+                pipeline.execute_command(*words)
+            return list(await pipeline.execute())
+
+        return list(await self._repeat(str(commands[0][0]), act, self._timeout_s)) if commands else []
 
     async def run_blocking(self, *words: Any, block_s: float) -> Any:
         """Returns the reply to a command that the server answers after up to `block_s` seconds."""

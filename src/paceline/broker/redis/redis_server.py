@@ -98,15 +98,23 @@ class RedisServer:
 
     `RedisServer.start(folder)` starts a server. The end of a `with` block stops the server. The append-only
     file is written before each answer and synced by the kernel: a killed process loses nothing that it
-    confirmed. A machine that dies may lose more, but the launcher dies with it. When the server has used up
-    its memory, writers wait; it drops nothing (noeviction).
+    confirmed. A machine that dies may lose more, but the launcher dies with it. A server that is not durable
+    keeps nothing on disk. When the server has used up its memory, writers wait; it drops nothing
+    (noeviction).
     """
 
     def __init__(
-        self, *, folder: Path, binary: Path, port: int, max_memory_bytes: int, die_with_parent: bool
+        self,
+        *,
+        folder: Path,
+        binary: Path,
+        port: int,
+        max_memory_bytes: int,
+        is_durable: bool,
+        die_with_parent: bool,
     ) -> None:
         self._folder, self._binary, self._die_with_parent = folder, binary, die_with_parent
-        self._max_memory_bytes = max_memory_bytes
+        self._max_memory_bytes, self._is_durable = max_memory_bytes, is_durable
         self._fixed_port = port
         self.port = port
         self._password = secrets.token_urlsafe(32)
@@ -120,6 +128,8 @@ class RedisServer:
         keep_data: bool = False,
         port: int = 0,
         max_memory_mib: int | None = None,
+        num_servers: int = 1,
+        is_durable: bool = True,
         timeout_s: float = 15.0,
         die_with_parent: bool = False,
     ) -> Self:
@@ -130,7 +140,9 @@ class RedisServer:
             keep_data: whether to load the data that an earlier server left in the folder; otherwise the
                 server starts empty.
             port: port on loopback; 0: any free port.
-            max_memory_mib: limit of its memory; None: a quarter of the memory of this machine or container.
+            max_memory_mib: limit of its memory; None: a quarter of the memory of this machine or container,
+                shared by `num_servers`.
+            is_durable: whether a server that is killed has its data again after its restart.
             die_with_parent: whether the server gets SIGTERM when the *thread* that started it ends (the
                 kernel looks at threads); if so, start the server from the main thread.
 
@@ -142,7 +154,8 @@ class RedisServer:
             folder=folder,
             binary=find_server(),
             port=port,
-            max_memory_bytes=(max_memory_mib or _quarter_of_memory_mib()) * 2**20,
+            max_memory_bytes=(max_memory_mib or max(1, _quarter_of_memory_mib() // num_servers)) * 2**20,
+            is_durable=is_durable,
             die_with_parent=die_with_parent,
         )
         server.restart(keep_data=keep_data, timeout_s=timeout_s)
@@ -276,7 +289,7 @@ class RedisServer:
             f"dir {_quoted(self._folder)}",
             f"logfile {_quoted(self.log_path)}",
             'save ""',
-            "appendonly yes",
+            f"appendonly {'yes' if self._is_durable else 'no'}",
             # The file is written before each answer; everysec would postpone writes while a sync is slow.
             "appendfsync no",
             f"maxmemory {self._max_memory_bytes}",

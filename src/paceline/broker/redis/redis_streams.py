@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from paceline.broker.base import Ack, Entry, Outgoing, SavedPart
@@ -33,6 +33,7 @@ class RedisStreamsBroker:
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
+        self.store, self.has_stores = "", False
 
     async def ensure_group(self, stream: str, group: str) -> None:
         """Creates stream and group if they are missing; the group starts at the stream's first entry."""
@@ -195,12 +196,26 @@ class RedisStreamsBroker:
         """Stores a blob without a message; replaces an earlier value."""
         await self._client.run("SET", key, value)
 
+    async def put_blobs(self, blobs: Mapping[str, bytes]) -> None:
+        """Stores blobs without messages; replaces earlier values."""
+        for batch in _batches(blobs.items(), lambda item: len(item[1])):
+            await self._client.run_all([("SET", key, value) for key, value in batch])
+
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
         """Returns the values in the order of the keys, None for a missing one."""
         values: list[bytes | None] = []
         for chunk in _chunks(keys, _KEYS_PER_FETCH):
             values += await self._client.run("MGET", *chunk)
         return values
+
+    async def missing_blobs(self, keys: Sequence[str]) -> list[str]:
+        """Returns those of the keys that have no value, without fetching the others' values."""
+        found = [
+            bool(is_there)
+            for chunk in _chunks(keys, _KEYS_PER_DELETE)
+            for is_there in await self._client.run_all([("EXISTS", key) for key in chunk])
+        ]
+        return [key for key, is_there in zip(keys, found, strict=True) if not is_there]
 
     async def delete_blobs(self, keys: Sequence[str]) -> None:
         """Removes blobs; missing ones are ignored."""
@@ -227,6 +242,14 @@ class RedisStreamsBroker:
             removed.update(keys)
             if int(cursor) == 0:
                 return len(removed)
+
+    async def store_bytes(self) -> dict[str, int | None]:
+        """Returns the memory that each blob store uses, by its name; None if it does not answer."""
+        return {}
+
+    async def used_bytes(self) -> int:
+        """Returns the memory that the server uses for its data."""
+        return int((await self._client.run("INFO", "memory"))["used_memory"])
 
     async def incarnation(self) -> str:
         """Returns the id of the server's process, which changes with a restart or a failover."""

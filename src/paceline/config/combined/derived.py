@@ -14,6 +14,9 @@ from paceline.config.validation import HeldOutSet, ValSamplingConfig, reward_key
 from paceline.core.estimators import Need
 from paceline.core.samples.replay import ReplayRule
 
+LONG_ROW = 8192
+"""Tokens of a row above which the run's own server gets a blob store beside it, by default."""
+
 _SAMPLING = set(ValSamplingConfig.model_fields)
 
 
@@ -232,6 +235,14 @@ class DerivedSettings(RunSections):
     def max_model_len(self) -> int:
         """Longest sequence that is trained on, prompt and response together, in tokens."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def num_own_stores(self) -> int:
+        """How many blob stores are started beside the run's own Redis server."""
+        stores = self.broker.blob_stores
+        if stores == "auto":
+            return int(self.broker.url is None and self.max_model_len > LONG_ROW)
+        return stores if isinstance(stores, int) else 0
 
     @property
     def longest_response(self) -> int:

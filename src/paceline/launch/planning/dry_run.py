@@ -50,8 +50,10 @@ def describe(config: RunConfig, machine: Machine | None = None) -> str:
 
 def _broker(config: RunConfig) -> str:
     if config.broker.url:
-        return "== redis: a running server, broker.url\n"
-    return "== redis: the run's own server on a free port of 127.0.0.1, password made at start\n"
+        stores = f"; {len(config.broker.store_urls)} blob stores" if config.broker.store_urls else ""
+        return f"== redis: a running server, broker.url{stores}\n"
+    stores = f", and {config.num_own_stores} of its blob stores," if config.num_own_stores else ""
+    return f"== redis: the run's own server{stores} on a free port of 127.0.0.1, password made at start\n"
 
 
 def _process(spec: ProcessSpec) -> str:

@@ -83,6 +83,7 @@ class RegisterResponse(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    BLOB_STORES_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ROOT_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
@@ -106,6 +107,10 @@ class RegisterResponse(_message.Message):
         """the committed policy; absent before the first commit"""
 
     @_builtins.property
+    def blob_stores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """addresses of the stores for blobs; a store's name is its place here"""
+
+    @_builtins.property
     def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """folders that a learner may load, newest first; empty: start from model.path"""
 
@@ -119,6 +124,7 @@ class RegisterResponse(_message.Message):
         heartbeat_s: _builtins.float = ...,
         term: _builtins.int = ...,
         policy: _common_pb2.PolicyTag | None = ...,
+        blob_stores: _abc.Iterable[_builtins.str] | None = ...,
         checkpoints: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint_root: _builtins.str = ...,
         hold: _builtins.bool = ...,
@@ -126,7 +132,7 @@ class RegisterResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "checkpoint_marker", b"checkpoint_marker", "checkpoint_root", b"checkpoint_root", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "hold", b"hold", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_stores", b"blob_stores", "broker_url", b"broker_url", "checkpoint_marker", b"checkpoint_marker", "checkpoint_root", b"checkpoint_root", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "hold", b"hold", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

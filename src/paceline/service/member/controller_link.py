@@ -51,6 +51,7 @@ class Registration:
     """The controller's answer to a registration.
 
     Attributes:
+        blob_stores: addresses of the broker's blob stores.
         term: counts the starts of the run's controller.
         policy: the committed policy; None before the first commit.
         checkpoints: paths or URLs that a learner may load, newest first.
@@ -69,6 +70,7 @@ class Registration:
     checkpoint_root: str = ""
     checkpoint_marker: str = ""
     hold: bool = False
+    blob_stores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

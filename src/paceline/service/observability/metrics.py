@@ -111,6 +111,12 @@ BROKER_OUTAGE = _counter(
     services=_ALL,
 )
 
+BLOB_STORE_OUTAGE = _counter(
+    name="paceline_blob_store_outage_seconds_total",
+    help="Seconds for which a blob store did not answer this process, or had no memory for it.",
+    services=_ALL,
+)
+
 # --- members
 
 HEARTBEATS = _counter(
@@ -199,6 +205,16 @@ MAILBOX_ENTRIES = Metric(
     name="paceline_mailbox_entries",
     help="Entries in a mailbox's stream, taken ones included, measured every 5 s.",
     labels=("mailbox",),
+)
+BLOB_STORE_UP = Metric(
+    name="paceline_blob_store_up",
+    help="1 if a blob store answers the controller, measured every 5 s, else 0.",
+    labels=("store",),
+)
+BLOB_STORE_BYTES = Metric(
+    name="paceline_blob_store_bytes",
+    help="Memory that a blob store uses, measured every 5 s; 0 while it does not answer.",
+    labels=("store",),
 )
 REFUSALS = _counter(
     name="paceline_refusals_total",

@@ -29,7 +29,10 @@ from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 
 
 class Verdict(enum.Enum):
-    """The barrier's judgement of one scored header; the value is the word in the journal."""
+    """The barrier's judgement of one scored header; the value is the word in the journal.
+
+    LOST: a blob store has lost the sample, which counts as not delivered.
+    """
 
     ADMITTED = "admitted"
     DUPLICATE = "duplicate"
@@ -38,6 +41,7 @@ class Verdict(enum.Enum):
     UNKNOWN = "unknown"
     ABORTED = "aborted"
     REWARD_ERROR = "reward_error"
+    LOST = "lost"
     GROUP_DROPPED = "group_dropped"
 
 

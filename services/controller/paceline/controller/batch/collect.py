@@ -1,7 +1,8 @@
 """COLLECT: takes scored trajectories in until the barrier closes.
 
     scored log -> judge -> barrier -> batch
-                    `-> refill -> dispatch of further prompts
+                    |-> refill -> dispatch of further prompts
+                    `-> lost with their blob store -> dispatch of the same prompts
 
 consumes     the `scored` stream as a log, from the end of the last finished step on: nothing is acknowledged,
              so that a step which is executed again reads the same entries in the same order
@@ -12,9 +13,10 @@ deadlines    barrier.collect_timeout_s for the collection, barrier.stall_timeout
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,16 +25,18 @@ from paceline.broker.base import Broker, Entry
 from paceline.broker.log import LOG_START
 from paceline.controller.batch.barrier import Barrier, DroppedGroup, Verdict
 from paceline.controller.batch.dispatch import Dispatcher, Order
-from paceline.controller.batch.mailboxes import Mailboxes, blob_keys
+from paceline.controller.batch.mailboxes import Mailboxes, blob_keys, trained_keys
 from paceline.controller.batch.refill import DEGENERATE, Refill
 from paceline.controller.progress import Run
-from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError
-from paceline.core.ids import Purpose
+from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError, RewardErrorKind
+from paceline.core.ids import NEVER_TRAINED, Purpose
 from paceline.core.samples.normalizing import Scale, normalized, scales
 from paceline.core.samples.trajectory import GroupRefusal, ScoredHeader
 from paceline.data.prompts import Prompt
 from paceline.service.observability import metrics, telemetry
 from paceline.wire import decode_scored
+
+log = logging.getLogger(__name__)
 
 _TAKE = 512
 _BLOCK_S = 0.5
@@ -93,6 +97,7 @@ class _Collection:
         commits: Mapping[int, str] | None,
     ) -> None:
         self.order, self.refill, self.ahead = order, refill, ahead
+        self.prompts = dict(order.prompts)
         self.barrier = Barrier(
             step=order.step,
             policy=order.policy,
@@ -167,22 +172,34 @@ class Collector:
         self._wait_for_services, self._count = wait_for_services, count
         self.position = LOG_START
         self._early: list[tuple[str, Entry]] = []
+        self._trained: int | None = None
         self.blob_keys: dict[int, list[str]] = {}
 
     # --- the log
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether blobs are in stores, which may die alone."""
+        return self._broker.has_stores
 
     @property
     def finished_position(self) -> str:
         """The log position up to which all entries belong to collected steps."""
         return self._early[0][0] if self._early else self.position
 
-    async def recall(self, position: str, version: int) -> None:
+    async def recall(self, position: str, version: int, *, is_trained: bool = False) -> None:
         """Moves to the log position in the journal, and looks up the run's data in the broker.
+
+        Args:
+            version: the committed version.
+            is_trained: whether the learner has trained the step after it already, so that nobody needs that
+                step's blobs any more.
 
         Raises:
             LostDataError: the broker has lost the run's data.
         """
         await self.mailboxes.check()
+        self._trained = version + 1 if is_trained else None
         self.position = position
         self._early.clear()
         self.blob_keys = await self.mailboxes.leftovers(position)
@@ -285,31 +302,69 @@ class Collector:
         taken = 0
         events: list[Mapping[str, Any]] = []
         further: dict[int, Prompt] = {}
-        for entry in entries:
+        lost: list[ScoredHeader] = []
+        messages = [(entry, _decoded(entry)) for entry in entries]
+        headers = [message for _, message in messages if isinstance(message, ScoredHeader)]
+        gone = set() if collection.barrier.step == self._trained else await self._gone(headers)
+        for entry, message in messages:
             if collection.barrier.closed:
                 break
             taken, before, self.position = taken + 1, self.position, entry.entry_id
-            try:
-                message = decode_scored(entry.payload)
-            except InvalidMessageError as error:
-                events.append(_rejected(error))
-                continue
-            if self._mixes_versions and _step_of(message) > collection.barrier.step:
+            if isinstance(message, InvalidMessageError):
+                events.append(_rejected(message))
+            elif self._mixes_versions and _step_of(message) > collection.barrier.step:
                 self._early.append((before, entry))
             elif isinstance(message, GroupRefusal):
                 events.append(self._refuse(collection, message))
             else:
-                events.append(self._judge(collection, message))
+                events.append(self._judge(collection, message, lost, gone))
                 further |= _settle(collection, message, events)
         # Only this task reads the barrier, so no one sees it change before the journal has the same verdicts.
         self._journal.record_all(events)
         if further:
+            collection.prompts |= further
             await self.dispatch(replace(collection.order, prompts=further))
+        if lost:
+            await self._draw_again(collection, lost)
         return taken
 
-    def _judge(self, collection: _Collection, header: ScoredHeader) -> Mapping[str, Any]:
+    async def _gone(self, headers: Iterable[ScoredHeader]) -> set[str]:
+        """Returns the keys of the blobs that the learner needs and that a store has lost."""
+        keys = [
+            key
+            for header in headers
+            if names.store_of(header.blob_key) and header.trajectory_id.purpose not in NEVER_TRAINED
+            for key in trained_keys(header)
+        ]
+        return set(await self._broker.missing_blobs(keys)) if keys else set()
+
+    async def _draw_again(self, collection: _Collection, lost: Sequence[ScoredHeader]) -> None:
+        """Sends the prompts of lost samples again; the seeds, and so the samples, are the same.
+
+        Raises:
+            LostDataError: no server has the weights any more that drew the samples.
+        """
+        order, committed = collection.order, self._journal.standing.committed
+        if order.policy != committed and not (self._mixes_versions or self._beside):
+            raise LostDataError(
+                f"a blob store has lost samples of step {order.step}, and no server samples from "
+                f"{order.policy} any more"
+            )
+        sent = await self.dispatcher.send_again(replace(order, prompts=collection.prompts), lost)
+        if sent:
+            log.warning(
+                "step %d: a blob store has lost samples; %d prompts are sent again", order.step, len(sent)
+            )
+            self._journal.record("redispatch", step=order.step, prompts=sent)
+
+    def _judge(
+        self, collection: _Collection, header: ScoredHeader, lost: list[ScoredHeader], gone: Container[str]
+    ) -> Mapping[str, Any]:
         barrier, now = collection.barrier, time.monotonic()
         verdict = barrier.judge(header)
+        if verdict in _PROGRESS and _is_lost(header, gone):
+            verdict = Verdict.LOST
+            lost.append(header)
         barrier.apply(header, verdict)
         telemetry.count(metrics.VERDICTS, verdict=verdict.value)
         self.blob_keys.setdefault(header.trajectory_id.step, []).extend(blob_keys(header))
@@ -415,6 +470,20 @@ def _settle(
             }
         )
     return replacement.prompts
+
+
+def _decoded(entry: Entry) -> ScoredHeader | GroupRefusal | InvalidMessageError:
+    try:
+        return decode_scored(entry.payload)
+    except InvalidMessageError as error:
+        return error
+
+
+def _is_lost(header: ScoredHeader, gone: Container[str]) -> bool:
+    """Returns whether a store has lost the sample, or had lost it when the reward service asked for it."""
+    kind = header.reward_error[0] if header.reward_error is not None else ""
+    was_lost = kind == RewardErrorKind.LOST.value and bool(names.store_of(header.blob_key))
+    return was_lost or any(key in gone for key in trained_keys(header))
 
 
 def _rejected(error: InvalidMessageError) -> Mapping[str, Any]:

@@ -3,12 +3,14 @@
     order -> prompts that are not in the stream yet -> prompts:vN mailbox
 
 A step that is executed again after a restart of the controller sends only the missing prompts. A repeated
-prompt would do no harm, because its samples have the same seeds, and the barrier drops repeats.
+prompt would do no harm, because its samples have the same seeds, and the barrier drops repeats. That is how
+samples that a blob store has lost come again.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +23,7 @@ from paceline.controller.progress import Run
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import sample_seed
 from paceline.core.policy import PolicyTag
-from paceline.core.samples.trajectory import PromptGroup, SamplingSpec
+from paceline.core.samples.trajectory import PromptGroup, SamplingSpec, ScoredHeader
 from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt
 from paceline.service.observability.telemetry import current_traceparent
@@ -95,15 +97,15 @@ class Dispatcher:
     ) -> None:
         self._config, self._run_id, self._journal = run.config, run.id, run.journal
         self._broker, self._beside = broker, beside
-        self._sent: set[_Key] = set()
+        self._sent = Counter[_Key]()
+        self._lost: dict[_Key, set[str]] = {}
         self._images = PromptImages(broker, run.id, images)
 
     async def recall(self, version: int) -> None:
         """Learns from the stream of a version which prompts an earlier controller sent."""
-        self._sent.clear()
-        self._images.forget()
+        self.forget()
         async for group in self._groups_of(version):
-            self._sent.add(_key(group))
+            self._sent[_key(group)] += 1
             self._images.note(group.images, group.step)
         if self._images.expected:
             # The finished step's images are still there if it was not cleaned up.
@@ -131,11 +133,13 @@ class Dispatcher:
     def forget(self) -> None:
         """Forgets the sent prompts, because the broker has lost them; everything is sent again."""
         self._sent.clear()
+        self._lost.clear()
         self._images.forget()
 
     async def clean_up(self, step: int) -> None:
         """Forgets the prompts of the steps before `step`, and removes their images."""
-        self._sent = {key for key in self._sent if key[0] >= step}
+        self._sent = Counter({key: times for key, times in self._sent.items() if key[0] >= step})
+        self._lost = {key: draws for key, draws in self._lost.items() if key[0] >= step}
         await self._images.drop(before=step)
 
     async def dispatch(self, order: Order) -> list[int]:
@@ -144,12 +148,32 @@ class Dispatcher:
         Returns:
             The prompts that were sent: those whose messages were not all in the stream yet.
         """
-        missing = [group for group in self._groups(order) if _key(group) not in self._sent]
+        return await self._send(order, [g for g in self._groups(order) if _key(g) not in self._sent])
+
+    async def send_again(self, order: Order, lost: Iterable[ScoredHeader]) -> list[int]:
+        """Sends the groups of lost samples once more for each draw that has lost some.
+
+        Returns:
+            The prompts that were sent.
+        """
+        prompts: dict[int, Prompt] = {}
+        for header in lost:
+            sample = header.trajectory_id
+            key = sample.step, order.policy.version, sample.purpose, sample.prompt_id
+            self._lost.setdefault(key, set()).add(header.blob_key.replace(str(sample), ""))
+            prompts[sample.prompt_id] = order.prompts[sample.prompt_id]
+        groups = self._groups(replace(order, prompts=prompts))
+        return await self._send(
+            order, [g for g in groups if len(self._lost.get(_key(g), ())) >= self._sent[_key(g)]]
+        )
+
+    async def _send(self, order: Order, groups: list[PromptGroup]) -> list[int]:
         if self._images.expected:
-            missing = [await self._with_images(group, order.prompts[group.prompt_id]) for group in missing]
-        await self._append(self.stream(order.policy.version), missing)
-        self._sent |= {_key(group) for group in missing}
-        return list(dict.fromkeys(group.prompt_id for group in missing))
+            groups = [await self._with_images(group, order.prompts[group.prompt_id]) for group in groups]
+        if groups:
+            await self._append(self.stream(order.policy.version), groups)
+        self._sent.update(_key(group) for group in groups)
+        return list(dict.fromkeys(group.prompt_id for group in groups))
 
     async def lend(self, order: Order) -> None:
         """Makes the servers that answer training prompts answer an order for validation servers, too."""

@@ -178,7 +178,11 @@ def blob_keys(header: ScoredHeader) -> list[str]:
     learner's log-probs."""
     if not header.blob_key:
         return []
-    keys = [header.blob_key, header.text_key, names.learner_log_probs(header.blob_key)]
-    if header.teacher_digest:
-        keys.append(names.teacher_top_k(header.blob_key, header.teacher_digest))
+    keys = [*trained_keys(header), header.text_key, names.learner_log_probs(header.blob_key)]
     return [key for key in keys if key]
+
+
+def trained_keys(header: ScoredHeader) -> list[str]:
+    """Returns the keys of the blobs without which a sample cannot be trained."""
+    teacher = [names.teacher_top_k(header.blob_key, header.teacher_digest)] if header.teacher_digest else []
+    return [header.blob_key, *teacher]

@@ -330,6 +330,8 @@ class Sequencer:
     async def _recollect(self, step: int, cursor: MixtureState, error: LostDataError) -> None:
         """Forgets the step's trajectories, so that they are collected again.
 
+        If a blob store may have died, the first attempt keeps what the others have.
+
         Raises:
             PeerLostError: the learner has trained the step already, and is sent back.
             LostDataError: the trajectories were lost too often.
@@ -341,9 +343,21 @@ class Sequencer:
             await self._alignment.send_back(step, str(error))
         if current.prompts:
             self._run.events.notice(f"step {step}: its trajectories are collected again: {error}")
+        is_first = current.num_recollects == 0
+        may_keep = is_first and self._collector.has_stores and not self._config.barrier.bound
+        position = self._run.journal.standing.log_position
         self._run.journal.record("recollect" if current.prompts else "lost", step=step, reason=str(error))
-        await self._collector.begin_anew()
+        if not (may_keep and await self._recalled(position, step - 1)):
+            await self._collector.begin_anew()
         self._lookahead.go_to(cursor)
+
+    async def _recalled(self, position: str, version: int) -> bool:
+        """Goes back to a position in the log; returns whether the broker still has the run's data."""
+        try:
+            await self._collector.recall(position, version)
+        except LostDataError:
+            return False
+        return True
 
     @property
     def _policy(self) -> PolicyTag:
