@@ -1,10 +1,13 @@
 """Measures the load on controller, reward service and Redis; only engines and learner are simulated.
 
     python benchmarks/load.py [--servers 10 50 200] [--trajectories 1000 10000 100000] [--tokens 16]
+        [--stores 0 1]
 
 Makes a run of a few steps per size: real controller, reward service with a trivial function, Redis, and
 rollout servers (apps, samplers, mailboxes; in a few processes) with engines that answer at once. The learner
-reads each `TrainOrder` and answers. The rest of a step is the cost of services and broker.
+reads each `TrainOrder`, fetches its trajectories, checks their digests and answers. The rest of a step is the
+cost of services and broker. With --kill-store, a blob store is killed in the middle of step 2, and started
+again without its data, as the launcher does.
 
 Prints medians of the steps after the first: seconds from dispatch to commit, CPU seconds of controller,
 reward service and Redis, peak memory of Redis, and bytes of the journal. Also prints the seconds from the
@@ -20,12 +23,14 @@ import json
 import os
 import platform
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +42,7 @@ import redis
 from paceline.broker.redis.redis_server import RedisServer
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig
+from paceline.service.process import BLOB_STORES, BROKER_URL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -52,6 +58,7 @@ class Size:
     trajectories: int
     tokens: int
     samples: int
+    stores: int = 0
 
     @property
     def prompts(self) -> int:
@@ -67,6 +74,8 @@ class Step:
     controller_s: float
     reward_s: float
     redis_s: float
+    stores_s: float
+    members_s: float
     redis_mib: float
     journal_bytes: int
 
@@ -78,17 +87,27 @@ class Watched:
     controller: psutil.Process
     reward: psutil.Process
     redis: psutil.Process
-    client: Any
+    stores: Sequence[RedisServer]
+    members: Sequence[psutil.Process]
+    clients: Sequence[Any]
+    kill_in: int = -1
     peak_mib: float = 0.0
     start_s: float = 0.0
     start_cpu_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
-    _before: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+    _before: tuple[float, ...] = (0.0,) * 6
 
     def look(self) -> None:
-        """Records how much memory Redis uses now."""
-        used = self.client.info("memory")["used_memory"] / 2**20
+        """Records how much memory the servers use now."""
+        used = sum(client.info("memory")["used_memory"] for client in self.clients) / 2**20
         self.peak_mib = max(self.peak_mib, used)
+
+    def kill_store(self, num_lines: int, least: int) -> None:
+        """Kills the first store in its step, once it has `least` blobs, and starts it again, empty."""
+        if num_lines == self.kill_in and self.clients[-1].dbsize() >= least:
+            os.kill(self.stores[-1].pid, signal.SIGKILL)
+            self.stores[-1].restart()
+            self.kill_in = -1
 
     def note_start(self, journal: Path) -> None:
         """Records the time of the first dispatch, once there is one."""
@@ -104,6 +123,8 @@ class Watched:
         """Records the costs of a completed step."""
         now = (
             *(_cpu_s(process) for process in (self.controller, self.reward, self.redis)),
+            sum(_cpu_s(psutil.Process(store.pid)) for store in self.stores),
+            sum(_cpu_s(process) for process in self.members),
             journal.stat().st_size,
         )
         before, self._before = self._before, now
@@ -113,8 +134,10 @@ class Watched:
                 controller_s=now[0] - before[0],
                 reward_s=now[1] - before[1],
                 redis_s=now[2] - before[2],
+                stores_s=now[3] - before[3],
+                members_s=now[4] - before[4],
                 redis_mib=self.peak_mib,
-                journal_bytes=now[3] - before[3],
+                journal_bytes=int(now[5] - before[5]),
             )
         )
         self.peak_mib = 0.0
@@ -178,10 +201,15 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
     resolved.write_text(dump_yaml(config))
     with ExitStack() as stack:
         server = stack.enter_context(RedisServer.start(folder / "redis"))
+        stores = [
+            stack.enter_context(RedisServer.start(folder / f"store-{number}", is_durable=False))
+            for number in range(size.stores)
+        ]
         paths = [*map(str, [ROOT / "src", *(ROOT / "services").iterdir()])]
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         environment = os.environ | {
-            "PACELINE_BROKER_URL": server.url,
+            BROKER_URL: server.url,
+            BLOB_STORES: " ".join(store.url for store in stores),
             "PACELINE_TOKEN": secrets.token_hex(8),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
@@ -203,26 +231,36 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
         address = _wait_for_address(address_file, controller, run_dir / "logs" / "controller.log")
         reward = start("reward", "-m", "paceline.reward", "--controller", address, "--member-id", "reward-0")
         members = str(HERE / "load_members.py")
-        start("learner", members, "learner", "--controller", address)
+        processes = [start("learner", members, "learner", "--controller", address)]
         per_process = -(-size.servers // args.processes)
         for first in range(0, size.servers, per_process):
             count = min(per_process, size.servers - first)
-            start(
-                f"rollout-{first}",
-                *(members, "rollout", "--controller", address),
-                *("--first", str(first), "--count", str(count)),
+            command = (members, "rollout", "--controller", address)
+            processes.append(
+                start(f"rollout-{first}", *command, "--first", str(first), "--count", str(count))
             )
         watched = Watched(
             controller=controller,
             reward=reward,
             redis=psutil.Process(server.pid),
-            client=redis.Redis.from_url(server.url, socket_timeout=30.0),
+            stores=stores,
+            members=processes,
+            clients=[redis.Redis.from_url(each.url, socket_timeout=30.0) for each in (server, *stores)],
+            kill_in=2 if args.kill_store else -1,
         )
         follow(watched, run_dir, args.steps, args.timeout_s)
         if args.verify:
             command = [sys.executable, "-m", "paceline.controller.verify", str(run_dir)]
             subprocess.run(command, env=environment, check=True, timeout=args.timeout_s)
+        if args.kill_store:
+            _print_losses(run_dir / "events.jsonl")
     return watched
+
+
+def _print_losses(journal: Path) -> None:
+    events = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    kinds = Counter(event.get("verdict", event["event"]) for event in events)
+    print({kind: kinds[kind] for kind in ("admitted", "lost", "duplicate", "redispatch", "recollect")})
 
 
 def _wait_for_address(file: Path, controller: psutil.Process, log: Path) -> str:
@@ -243,6 +281,7 @@ def follow(watched: Watched, run_dir: Path, num_steps: int, timeout_s: float) ->
             log = (run_dir / "logs" / "controller.log").read_text(errors="replace")
             raise TimeoutError(f"step {num_lines} did not end:\n{log[-3000:]}")
         watched.look()
+        watched.kill_store(num_lines, least=20)
         watched.note_start(run_dir / "events.jsonl")
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in lines[num_lines:]:
@@ -270,9 +309,10 @@ def row(size: Size, watched: Watched) -> str:
 
     seconds = median("seconds")
     return (
-        f"| {size.servers} | {size.prompts * size.samples:,} | {size.tokens:,} | {seconds:.2f} "
-        f"| {size.prompts * size.samples / seconds:,.0f} | {median('controller_s'):.2f} "
-        f"| {median('reward_s'):.2f} | {median('redis_s'):.2f} | {median('redis_mib'):,.0f} "
+        f"| {size.stores} | {size.servers} | {size.prompts * size.samples:,} | {size.tokens:,} "
+        f"| {seconds:.2f} | {size.prompts * size.samples / seconds:,.0f} | {median('controller_s'):.2f} "
+        f"| {median('reward_s'):.2f} | {median('redis_s'):.2f} | {median('stores_s'):.2f} "
+        f"| {median('members_s'):.2f} | {median('redis_mib'):,.0f} "
         f"| {median('journal_bytes'):,.0f} | {watched.start_s:.1f} | {watched.start_cpu_s:.1f} |"
     )
 
@@ -285,6 +325,8 @@ def main() -> int:
     parser.add_argument("--servers", type=int, nargs="+", default=[10], help="rollout servers")
     parser.add_argument("--trajectories", type=int, nargs="+", default=[10_000], help="per step")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16], help="per response")
+    parser.add_argument("--stores", type=int, nargs="+", default=[0], help="blob stores")
+    parser.add_argument("--kill-store", action="store_true", help="kill a blob store in the middle of step 2")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first warms up")
     parser.add_argument("--processes", type=int, default=4, help="processes that the rollout servers share")
@@ -294,7 +336,8 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest duration of a run")
     args = parser.parse_args()
     sizes = [
-        Size(servers=servers, trajectories=trajectories, tokens=tokens, samples=args.samples)
+        Size(servers=servers, trajectories=trajectories, tokens=tokens, samples=args.samples, stores=stores)
+        for stores in args.stores
         for servers in args.servers
         for trajectories in args.trajectories
         for tokens in args.tokens
@@ -304,11 +347,12 @@ def main() -> int:
         f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores, python {platform.python_version()}\n"
     )
     print(
-        "| servers | trajectories per step | tokens | seconds per step | trajectories/s | controller CPU s "
-        "| reward CPU s | Redis CPU s | Redis MiB, most | journal bytes per step "
+        "| stores | servers | trajectories per step | tokens | seconds per step | trajectories/s "
+        "| controller CPU s | reward CPU s | Redis CPU s | stores CPU s | rollout and learner CPU s "
+        "| MiB in Redis, most | journal bytes per step "
         "| s to the first dispatch | controller CPU s until then |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             print(row(size, measure(size, Path(folder), args)), flush=True)

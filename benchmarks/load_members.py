@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.config.run import RunConfig
 from paceline.core.members import EnginePart, LearnerState, MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.core.run_record.manifest import manifest_text
 from paceline.core.samples.trajectory import FinishReason
-from paceline.core.training import TrainResult
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.rollout import app as rollout_app
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
@@ -41,6 +42,7 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
+from paceline.wire import blob_digest, decode_trajectory
 from paceline.wire.calls.training import order_from_proto, result_to_proto
 
 SHAPE = (2,)
@@ -135,10 +137,15 @@ class PaperEngine(Engine):
 
 
 class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
-    """Answers every call at once, without fetching or training anything."""
+    """Answers every call at once; fetches its trajectories, and trains nothing.
+
+    Attributes:
+        blobs: where the trajectories are.
+    """
 
     def __init__(self) -> None:
         self.policy = PolicyTag(version=0, digest="")
+        self.blobs: BlobClient
 
     async def DescribeWeights(self, request: Any, context: Any) -> Any:
         """One rank."""
@@ -168,11 +175,19 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(self, request: Any, context: Any) -> Any:
-        """Reads the `TrainOrder`, as the real learner does, and answers."""
+        """Reads the `TrainOrder` and its trajectories, as the real learner does, and answers."""
         order = order_from_proto(request)
+        await asyncio.to_thread(self._fetch, order)
         await asyncio.sleep(float(os.environ.get("PACELINE_PAPER_TRAIN_S", "0")))
         self.policy = PolicyTag(version=order.step, digest="")
         return result_to_proto(TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}))
+
+    def _fetch(self, order: TrainOrder) -> None:
+        for start in range(0, len(order.rows), 64):
+            rows = order.rows[start : start + 64]
+            for row, blob in zip(rows, self.blobs.get([row.blob_key for row in rows]), strict=True):
+                assert blob_digest(blob) == row.blob_digest
+                decode_trajectory(blob)
 
     async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
         """Writes only a manifest."""
@@ -224,7 +239,10 @@ async def serve_learner(context: ServiceContext, controller: str) -> None:
     learner = PaperLearner()
     options = MemberOptions(controller=controller, member_id="learner-0", host="127.0.0.1", port=0)
     session = MemberSession(context, options, kind=MemberKind.LEARNER)
-    await session.join(learner_pb2_grpc.add_LearnerServiceServicer_to_server, learner, learner.report)
+    registration = await session.join(
+        learner_pb2_grpc.add_LearnerServiceServicer_to_server, learner, learner.report
+    )
+    learner.blobs = BlobClient(registration.broker_url, stores=registration.blob_stores)
     await context.stopping.wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -82,7 +83,8 @@ async def test_each_blob_is_where_its_key_says(
     assert await broker.get_blobs(asked) == [None, b"2", b"text", b"3", b"1", b"2"]
     assert await broker.missing_blobs([far, missing, near, f"{prefix}none"]) == [missing, f"{prefix}none"]
     (used,) = (await broker.store_bytes()).values()
-    assert used is not None and used > 100_000
+    assert used is not None
+    assert used > 100_000
     with BlobClient(limited_url, stores=[limited(store, prefix)]) as client:
         assert client.get([near, far, unknown]) == [b"2", b"1", b"3"]
         client.put({names.learner_log_probs(far): b"lp", f"{prefix}own": b"4"})
@@ -91,7 +93,8 @@ async def test_each_blob_is_where_its_key_says(
     assert names.learner_log_probs(far) in keys_on(store, prefix)
     assert f"{prefix}own" in keys_on(redis_server, prefix)
     await broker.delete_blobs([far, near])
-    assert far not in keys_on(store, prefix) and near not in keys_on(redis_server, prefix)
+    assert far not in keys_on(store, prefix)
+    assert near not in keys_on(redis_server, prefix)
     assert await broker.purge(prefix) == 5
     assert keys_on(store, prefix) == keys_on(redis_server, prefix) == []
 
@@ -125,7 +128,7 @@ async def test_a_store_that_dies_takes_its_blobs_and_nothing_else(
             client.put({old: b"x"})
     store.restart()
     limited(store, prefix)
-    time.sleep(0.25)
+    await asyncio.sleep(0.25)
     await broker.append([Outgoing(stream=stream, payload=b"r", blobs={newest: b"3"})])
     assert keys_on(store, prefix) == [newest]
     assert await broker.get_blobs([old, new, newest]) == [None, b"2", b"3"]
@@ -175,7 +178,7 @@ async def test_blobs_that_could_not_be_deleted_go_with_the_next(
     os.kill(store.pid, signal.SIGSTOP)
     await broker.delete_blobs(keys[:1])
     os.kill(store.pid, signal.SIGCONT)
-    time.sleep(0.25)
+    await asyncio.sleep(0.25)
     await broker.delete_blobs(keys[1:])
     assert keys_on(store, prefix) == []
 

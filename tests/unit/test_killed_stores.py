@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.test_empty_broker import CHANGES, ROLLBACK, check, emptying, moments, quick, rolled_back
 
 from paceline.broker import names
 from paceline.core.errors import RewardErrorKind
 from support.faulty_fleet import FaultyFleet, nothing
-from unit.test_empty_broker import CHANGES, ROLLBACK, check, emptying, moments, quick, rolled_back
 
 __all__ = ["quick"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.data.prompts import Decoder, Tokenizer
+import numpy as np
+
+from paceline.data.prompts import Decoder, TokenIds, Tokenizer
 
 
 class ByteDecoder:
@@ -17,19 +19,21 @@ class ByteDecoder:
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
-        self._tokens = list(tokens)
-        self._ordinary = list(tokens)
-        for number in special:
-            self._ordinary[number] = b""
+        self._bytes = np.frombuffer(b"".join(tokens), dtype=np.uint8)
+        # The last entry stands for all ids beyond the vocabulary: a model may have more than its tokenizer.
+        self._lengths = np.array([*map(len, tokens), 0], dtype=np.int64)
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        self._ordinary = self._lengths.copy()
+        self._ordinary[list(special)] = 0
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """Returns the text of non-negative token ids; ids beyond the vocabulary have no text."""
-        tokens = self._ordinary if skip_special_tokens else self._tokens
-        try:
-            text = b"".join([tokens[number] for number in token_ids])
-        except IndexError:  # a model may have more ids than its tokenizer
-            text = b"".join([tokens[number] for number in token_ids if number < len(tokens)])
-        return text.decode("utf-8", errors="replace")
+        numbers = np.minimum(np.asarray(token_ids, dtype=np.int64), len(self._lengths) - 1)
+        lengths = (self._ordinary if skip_special_tokens else self._lengths)[numbers]
+        ends = np.cumsum(lengths)
+        places = np.repeat(self._starts[numbers] - ends + lengths, lengths)
+        places += np.arange(len(places))
+        return self._bytes[places].tobytes().decode("utf-8", errors="replace")
 
 
 def fast_decoder(tokenizer: Tokenizer) -> Decoder:

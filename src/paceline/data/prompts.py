@@ -18,11 +18,14 @@ from paceline.core.samples.trajectory import Int32Array, RewardContext
 from paceline.data.images import ImageSource
 from paceline.service.imports import without_collections
 
+TokenIds = Sequence[int] | Int32Array
+"""Token ids as a decoder takes them."""
+
 
 class Decoder(Protocol):
     """Turns the token ids of a response into its text."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """Returns the text of token ids."""
         ...
 

@@ -33,7 +33,7 @@ from paceline.core.samples.trajectory import (
 )
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
-from paceline.data.prompts import Decoder
+from paceline.data.prompts import Decoder, TokenIds
 from paceline.reward.placing import TokenRewards, token_rewards
 from paceline.reward.scoring.scorer import Scorer
 from paceline.reward.scoring.scores import Score, failed
@@ -97,7 +97,7 @@ class _Texts:
 
     response: str
     record: str
-    token_ids: Sequence[int] = ()
+    token_ids: TokenIds = ()
     first: int = 0
     trajectory: Trajectory | None = None
     blob_digest: str = ""
@@ -333,7 +333,7 @@ class Consumer:
 
     def _texts_of(self, trajectory: Trajectory, *, is_episode: bool) -> _Texts:
         """Decodes the sampled tokens; for an episode, also the environment's answers, for people."""
-        token_ids: list[int] = trajectory.response_token_ids.tolist()
+        token_ids = trajectory.response_token_ids
         if not is_episode:
             text = encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
             return _Texts(response=text, record=text, token_ids=token_ids)

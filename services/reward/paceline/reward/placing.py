@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from paceline.data.prompts import Decoder
+from paceline.data.prompts import Decoder, TokenIds
 
 TokenRewards = tuple[tuple[int, float], ...]
 """(position among the response's tokens, part of the reward)."""
 
 
 def token_rewards(
-    placed: Sequence[tuple[int, float]], token_ids: Sequence[int], tokenizer: Decoder, *, first: int = 0
+    placed: Sequence[tuple[int, float]], token_ids: TokenIds, tokenizer: Decoder, *, first: int = 0
 ) -> TokenRewards:
     """Returns pairs (position, part): the token with a step's last character gets the step's part.
 

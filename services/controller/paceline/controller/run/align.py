@@ -233,9 +233,7 @@ class Alignment:
         standing, step = journal.standing, journal.standing.finished + 1
         self.saved = await in_thread(self._saved, version)
         try:
-            await self._collector.recall(
-                standing.log_position, max(0, step - 1), is_trained=version == step
-            )
+            await self._collector.recall(standing.log_position, max(0, step - 1), is_trained=version == step)
         except LostDataError as error:
             if standing.finished >= 0:
                 reason = _ENDED if standing.after_end else str(error)
