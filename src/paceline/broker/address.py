@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 _SCHEMES = frozenset({"redis", "rediss", "unix"})
 REDIS_PASSWORD = "PACELINE_REDIS_PASSWORD"
+URL, STORES = "broker.url", "broker.blob_stores"
+"""The settings that have addresses."""
 
 
 def redact(text: str) -> str:
@@ -29,32 +31,32 @@ def redact(text: str) -> str:
     return re.sub(r"(?i)([?&](?:username|password)=)[^&#\s'\"]*", r"\1***", text)
 
 
-def with_password(url: str, environ: Mapping[str, str]) -> str:
+def with_password(url: str, environ: Mapping[str, str], *, key: str = URL) -> str:
     """Adds the password of the file that PACELINE_REDIS_PASSWORD_FILE names to an address that has none.
 
     Raises:
         ConfigError: the file cannot be read or is empty.
     """
     password = secret(REDIS_PASSWORD, environ)
-    parts = split(url)
+    parts = split(url, key=key)
     user, at, host = parts.netloc.rpartition("@")
     if not password or ":" in user:
         return url
     return urlunsplit(parts._replace(netloc=f"{user if at else ''}:{quote(password, safe='')}@{host}"))
 
 
-def check_reach(url: str, *, insecure: bool) -> None:
+def check_reach(url: str, *, insecure: bool, key: str = URL) -> None:
     """Refuses a Redis server on another machine that asks for no password, unless `insecure` is set.
 
     Raises:
         ConfigError: there is no password, or the address cannot be read.
     """
-    parts = split(url)
+    parts = split(url, key=key)
     if parts.scheme == "unix" or is_loopback(parts.hostname or "127.0.0.1"):
         return
     if not (parts.password or "password" in parse_qs(parts.query)) and not insecure:
         raise ConfigError(
-            f"broker.url {redact(url)!r} is on another machine and has no password: everyone there can "
+            f"{key} {redact(url)!r} is on another machine and has no password: everyone there can "
             "change what is trained on. Give it a user (`paceline certs acl` prints the line) and set "
             f"{REDIS_PASSWORD}_FILE; or, on a network that you trust fully, set broker.insecure: true"
         )
@@ -62,8 +64,8 @@ def check_reach(url: str, *, insecure: bool) -> None:
         log.warning("%s is reached in plain text: rediss:// encrypts", redact(url))
 
 
-def split(url: str) -> SplitResult:
-    """Returns the parts of an address.
+def split(url: str, *, key: str = URL) -> SplitResult:
+    """Returns the parts of an address; `key` is the setting that has it, for messages.
 
     Raises:
         ConfigError: the scheme is unknown, or the address cannot be read; the reason is left out, because it
@@ -72,7 +74,7 @@ def split(url: str) -> SplitResult:
     scheme = url.partition(":")[0]
     if scheme not in _SCHEMES:
         raise ConfigError(
-            f"broker.url {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, "
+            f"{key} {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, "
             "rediss:// for TLS, or unix://[:password@]/path/to/socket"
         )
     try:
@@ -80,7 +82,7 @@ def split(url: str) -> SplitResult:
         _ = parts.port, parts.hostname
     except ValueError:
         raise ConfigError(
-            f"broker.url {redact(url)!r} cannot be used: is its port a number? In a password write %40 for "
+            f"{key} {redact(url)!r} cannot be used: is its port a number? In a password write %40 for "
             "@, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %"
         ) from None
     return parts

@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Sequence
 
-from paceline.broker.address import split
+from paceline.broker.address import STORES, split
 from paceline.broker.base import Broker
 from paceline.broker.redis.blob_stores import BlobStore, StoresBroker
 from paceline.broker.redis.outage import STORE_PATIENCE_S, Say
@@ -40,8 +40,9 @@ def open_broker(
     Raises:
         ConfigError: an address is unusable.
     """
-    for address in (url, *stores):
-        split(address)
+    split(url)
+    for address in stores:
+        split(address, key=STORES)
     client = RedisClient(
         url,
         timeout_s=timeout_s,

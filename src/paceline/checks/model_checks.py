@@ -154,7 +154,7 @@ def _room_at_broker(config: RunConfig, longest: int, key: str, what: str, remedy
             f"{LIMITS.max_bytes >> 21}; lower {remedy}"
         )
     broker, step = config.broker.max_memory_mib, longest * config.data.train_batch_size * config.rollout.n
-    if broker is not None and step > broker << 20:
+    if broker is not None and step > (broker << 20) * max(1, config.num_own_stores):
         raise ConfigError(
             f"{key}: a step's {what} take up to {step >> 20} MiB, more than "
             f"broker.max_memory_mib={broker}; raise it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
-from paceline.broker.address import check_reach, with_password
+from paceline.broker.address import STORES, URL, check_reach, with_password
 from paceline.broker.base import Broker
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
@@ -224,9 +224,10 @@ def _broker_urls(config: RunConfig) -> list[str]:
     if not url:
         raise ConfigError(f"no message broker: set broker.url, or {BROKER_URL} in the environment")
     stores = os.environ.get(BLOB_STORES, "").split() or config.broker.store_urls
-    urls = [with_password(address, os.environ) for address in (url, *stores)]
-    for address in urls:
-        check_reach(address, insecure=config.broker.insecure)
+    keys = [URL, *(STORES for _ in stores)]
+    urls = [with_password(at, os.environ, key=key) for at, key in zip((url, *stores), keys, strict=True)]
+    for address, key in zip(urls, keys, strict=True):
+        check_reach(address, insecure=config.broker.insecure, key=key)
     return urls
 
 

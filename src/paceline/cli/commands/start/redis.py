@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="4gb",
         help="memory for the step in progress (default: 4gb); writers wait when it is full",
     )
+    parser.add_argument(
+        "--blob-store",
+        action="store_true",
+        help="keep nothing on disk, and only hold the trajectories of servers on this host; DIR is a copy of "
+        "the broker's",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,25 +69,28 @@ def run(args: argparse.Namespace) -> int:
     users = acl_line("paceline", password), renewer_line(_RENEWER, renewer)
     certificates.write_users(folder / "redis", *users)
     (folder / "redis-data").mkdir(exist_ok=True)
-    command = [str(binary), *_options(folder, address, args.port, args.max_memory)]
+    is_durable = not args.blob_store
+    command = [str(binary), *_options(folder, address, args.port, args.max_memory, is_durable=is_durable)]
     server = subprocess.Popen(dying_with_parent(command))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.terminate())
     print(f"{REDIS_PASSWORD}_FILE={password_file}", flush=True)
-    print(f"broker.url=rediss://paceline@{join(address, args.port)}/0", flush=True)
+    url = f"rediss://paceline@{join(address, args.port)}/0"
+    print(f"broker.url={url}" if is_durable else f"broker.blob_stores=[{url}]", flush=True)
     try:
         return _tend(server, folder, address, args.port, renewer)
     finally:
         server.terminate()
 
 
-def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str]:
+def _options(folder: Path, address: str, port: int, max_memory: str, *, is_durable: bool) -> list[str]:
     files = folder / "redis"
+    kept = ["--appendonly", "yes", "--appendfsync", "everysec"] if is_durable else ["--appendonly", "no"]
     return [
         "--bind", address, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "yes",
         "--tls-ca-cert-file", str(files / CA_FILE), "--tls-cert-file", str(files / CERTIFICATE_FILE),
         "--tls-key-file", str(files / KEY_FILE), "--aclfile", str(files / "users.acl"),
-        "--dir", str(folder / "redis-data"), "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
+        "--dir", str(folder / "redis-data"), *kept, "--save", "",
         "--maxmemory", max_memory, "--maxmemory-policy", "noeviction",
     ]  # fmt: skip
 
