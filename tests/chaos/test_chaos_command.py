@@ -15,11 +15,14 @@ from support.training_run import PACELINE, tiny_config
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 NUM_FAULTS = 6
+OF_STORES = ["--only", "kill blob-store-*", "--only", "pause blob-store-*"]
 
 
-def test_a_run_under_faults_is_sound(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_stores", "only"), [(0, []), (2, OF_STORES)])
+def test_a_run_under_faults_is_sound(num_stores: int, only: list[str], inputs: Path, tmp_path: Path) -> None:
     config = tiny_config(
         inputs,
+        broker={"blob_stores": num_stores},
         data={"train_batch_size": 4, "val_files": [], "max_response_length": 8},
         actor={"ppo_mini_batch_size": 2},
         rollout={"n": 2},
@@ -27,6 +30,7 @@ def test_a_run_under_faults_is_sound(inputs: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     command = [str(PACELINE), "chaos", "run.yaml", "--seed", "2", "--faults", str(NUM_FAULTS), "--plain"]
+    command += only
     done = subprocess.run(
         [*command, "trainer.run_dir=run"],
         cwd=tmp_path,

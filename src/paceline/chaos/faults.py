@@ -81,8 +81,9 @@ def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
     ]
     if config.reward.functions:
         processes.append(f"reward/{CHILD}")
+    stores = [f"blob-store-{number}" for number in range(config.num_own_stores)]
     return [
-        *((kind, target) for kind in _OF_PROCESSES for target in [*processes, REDIS]),
+        *((kind, target) for kind in _OF_PROCESSES for target in [*processes, REDIS, *stores]),
         *((kind, REDIS) for kind in _OF_REDIS),
         *((kind, target) for kind in _OF_LINKS for target in (REDIS, CONTROLLER)),
     ]

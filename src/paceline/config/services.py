@@ -368,6 +368,8 @@ class BrokerConfig(Section):
                 "broker.blob_stores lists running servers, and without broker.url the run starts its own: "
                 "set broker.url, or write a number"
             )
+        if len(set(self.store_urls)) < len(self.store_urls):
+            raise ValueError("broker.blob_stores names an address twice; each is one store")
         return self
 
     @property

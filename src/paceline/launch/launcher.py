@@ -335,7 +335,7 @@ class _Launcher:
             secrets={
                 TOKEN: self._credentials.token,
                 BROKER_URL: broker_url,
-                BLOB_STORES: " ".join(store.server.url for store in self._stores),
+                **({BLOB_STORES: " ".join(s.server.url for s in self._stores)} if self._stores else {}),
             },
         )
         await self._services.start(unit)

@@ -22,6 +22,7 @@ from paceline.chaos.proxy import Proxy
 from paceline.chaos.record import FaultRecovery, Record, summary, table
 from paceline.chaos.roster import Roster
 from paceline.cli.main import main
+from paceline.config.services import BrokerConfig
 from paceline.core.errors import ConfigError
 from paceline.rpc.v1 import controller_pb2
 from paceline.runs import run_dir as run_dirs
@@ -44,6 +45,9 @@ def test_every_service_gets_every_fault_of_its_kind() -> None:
     for kind in (FaultKind.DELAY, FaultKind.CUT, FaultKind.HOLE, FaultKind.LONG_HOLE):
         assert targets[kind] == {"redis", "controller"}
     assert set(targets) == set(FaultKind)
+    stores = {("kill", "blob-store-0"), ("kill", "blob-store-1"), ("pause", "blob-store-0")}
+    with_stores = all_faults(TWO.model_copy(update={"broker": BrokerConfig(blob_stores=2)}))
+    assert stores <= {(kind.value, target) for kind, target in with_stores}
 
 
 def test_a_seed_gives_the_same_faults_and_each_kind_in_every_round() -> None:

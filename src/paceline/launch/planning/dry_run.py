@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Mapping
 
 import yaml
 
@@ -13,7 +12,7 @@ from paceline.config.run import RunConfig
 from paceline.launch.planning import plan
 from paceline.launch.planning.plan import ProcessSpec
 from paceline.runs.run_dir import folder_of
-from paceline.service.process import BROKER_URL, DIE_WITH_PARENT
+from paceline.service.process import BLOB_STORES, BROKER_URL, DIE_WITH_PARENT
 from paceline.sizing.machine import Machine
 
 _SECRET = "(made at start)"
@@ -35,7 +34,7 @@ def describe(config: RunConfig, machine: Machine | None = None) -> str:
     parts = [_broker(config)]
     described: set[str] = set()
     for spec in specs:
-        parts.append(_process(spec))
+        parts.append(_process(spec, has_stores=config.num_own_stores > 0))
         role = spec.role.value
         if role not in described:
             described.add(role)
@@ -56,10 +55,11 @@ def _broker(config: RunConfig) -> str:
     return f"== redis: the run's own server{stores} on a free port of 127.0.0.1, password made at start\n"
 
 
-def _process(spec: ProcessSpec) -> str:
-    secrets: Mapping[str, str] = {spec.token_variable: _SECRET} | (
-        {BROKER_URL: _SECRET} if spec.role is plan.Role.CONTROLLER else {}
-    )
+def _process(spec: ProcessSpec, *, has_stores: bool) -> str:
+    names = [spec.token_variable]
+    if spec.role is plan.Role.CONTROLLER:
+        names += [BROKER_URL, *([BLOB_STORES] if has_stores else [])]
+    secrets = dict.fromkeys(names, _SECRET)
     env = {**spec.env, DIE_WITH_PARENT: "1", **secrets}
     words = " ".join(
         f"{key}={shlex.quote(value) if value != _SECRET else value}" for key, value in env.items()
