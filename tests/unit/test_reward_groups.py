@@ -484,7 +484,7 @@ async def test_a_member_that_cannot_be_read_leaves_its_siblings_their_scores() -
     await bench.broker.append([Outgoing(stream=message.stream, payload=message.payload, blobs=blobs)])
     async with bench.working():
         outcomes = await bench.outcomes(2)
-    assert outcomes == {"train:4:1:0": "unavailable", "train:4:1:1": 1.0}
+    assert outcomes == {"train:4:1:0": "lost", "train:4:1:1": 1.0}
 
 
 async def test_a_group_of_which_a_header_cannot_be_read_is_refused_with_its_prompt() -> None:

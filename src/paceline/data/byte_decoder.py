@@ -33,7 +33,8 @@ class ByteDecoder:
         ends = np.cumsum(lengths)
         places = np.repeat(self._starts[numbers] - ends + lengths, lengths)
         places += np.arange(len(places))
-        return self._bytes[places].tobytes().decode("utf-8", errors="replace")
+        text: bytes = self._bytes[places].tobytes()
+        return text.decode("utf-8", errors="replace")
 
 
 def fast_decoder(tokenizer: Tokenizer) -> Decoder:

@@ -91,8 +91,8 @@ class RankRegistration:
         """Reads the registration that `to_bytes` wrote."""
         fields = json.loads(data)
         config = RunConfig.model_validate_json(fields.pop("config"))
-        lists = {name: tuple(fields.pop(name)) for name in ("checkpoints", "blob_stores")}
-        return cls(config=config, **lists, **fields)
+        checkpoints, stores = tuple(fields.pop("checkpoints")), tuple(fields.pop("blob_stores"))
+        return cls(config=config, checkpoints=checkpoints, blob_stores=stores, **fields)
 
 
 class Head:
