@@ -38,6 +38,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
         {f"paceline_broker_outage_seconds_total{{{WHO}}}": "0 2x20"},
         4,
     ),
+    "PacelineBlobStoreAway": (
+        {'paceline_blob_store_up{store="0"}': "1x20", 'paceline_blob_store_up{store="1"}': "1 0x20"},
+        {'paceline_blob_store_up{store="0"}': "1x20", 'paceline_blob_store_up{store="1"}': "0 1x20"},
+        4,
+    ),
     "PacelineTargetDown": ({'up{job="paceline"}': "1 0x20"}, {'up{job="paceline"}': "1x20"}, 3),
     "PacelineMemberDead": (
         {'paceline_members{kind="reward",state="serving",health="dead"}': "0 1x20"},

@@ -26,6 +26,7 @@ PROCESSES = ["controller", "rollout-0", "learner-0", "learner-1", "reward"]
 SECTIONS = {
     "trainer": {"name": "tiny", "total_steps": 8, "save_freq": 4, "test_freq": 4},
     "rollout": {"n": 4, "max_num_seqs": 16, "max_groups_in_flight": 2},
+    "broker": {"blob_stores": 1},
     "guard": {"reference_kl": {"warn": 0.0}},
 }
 

@@ -165,7 +165,8 @@ def test_a_learner_offers_its_store_on_the_network_of_data(monkeypatch: pytest.M
     pytest.importorskip("torch")
     from paceline.learner.app import LearnerApp
 
-    fields = ("config", "broker_url", "checkpoints", "checkpoint_root", "checkpoint_marker", "run_dir")
+    fields = ("config", "broker_url", "blob_stores", "checkpoints")
+    fields += ("checkpoint_root", "checkpoint_marker", "run_dir")
     registration: Any = SimpleNamespace(**dict.fromkeys(fields, ""))
 
     def store(**words: str) -> tuple[str, str]:
