@@ -23,6 +23,7 @@ NEEDLESS: dict[str, str] = {
     # For as long as the run lasts.
     "paceline.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
     "paceline.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
+    "paceline.launch.launcher:_Launcher._tend: asyncio.Event().wait": "the run's end cancels it",
     "paceline.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
     "paceline.show.live.wrapping_views:WatchedView.next_step: self._finished.wait": "bounded by its caller",

@@ -47,7 +47,7 @@ class BlobStore:
                 return True
         return False
 
-    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         """Returns the values in the order of the keys, None for a missing one."""
         if not self._is_away:
             try:
@@ -144,7 +144,7 @@ class StoresBroker(RedisStreamsBroker):
         """Returns the values in the order of the keys, None for a missing one."""
         values: dict[str, bytes | None] = {}
         for store, own in self._by_store(keys):
-            values |= zip(own, await store.get(own), strict=True)
+            values |= zip(own, await store.fetch(own), strict=True)
         rest = [key for key in keys if values.get(key) is None]
         values |= zip(rest, await super().get_blobs(rest), strict=True)
         return [values[key] for key in keys]
