@@ -58,10 +58,10 @@ def is_loopback(host: str) -> bool:
 def is_of_this_machine(host: str) -> bool:
     """Returns whether an address or name is one of this machine's, on which a socket can be bound."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
+        endpoints = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in endpoints:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)

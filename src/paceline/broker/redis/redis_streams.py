@@ -210,12 +210,12 @@ class RedisStreamsBroker:
 
     async def missing_blobs(self, keys: Sequence[str]) -> list[str]:
         """Returns those of the keys that have no value, without fetching the others' values."""
-        found = [
+        present = [
             bool(is_there)
             for chunk in _chunks(keys, _KEYS_PER_DELETE)
             for is_there in await self._client.run_all([("EXISTS", key) for key in chunk])
         ]
-        return [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+        return [key for key, is_there in zip(keys, present, strict=True) if not is_there]
 
     async def delete_blobs(self, keys: Sequence[str]) -> None:
         """Removes blobs; missing ones are ignored."""
