@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -107,7 +106,7 @@ async def test_a_store_that_dies_takes_its_blobs_and_nothing_else(
     closing: Closing,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(blob_stores, "_REST_S", 0.2)
+    monkeypatch.setattr(blob_stores, "_REST_S", 0.0)
     broker, stream = closing(opened(limited_url, limited(store, prefix))), f"{prefix}s"
     old, new, newest = (key_of(prefix, name) for name in ("old", "new", "newest"))
     await broker.ensure_group(stream, G)
@@ -128,7 +127,6 @@ async def test_a_store_that_dies_takes_its_blobs_and_nothing_else(
             client.put({old: b"x"})
     store.restart()
     limited(store, prefix)
-    await asyncio.sleep(0.25)
     await broker.append([Outgoing(stream=stream, payload=b"r", blobs={newest: b"3"})])
     assert keys_on(store, prefix) == [newest]
     assert await broker.get_blobs([old, new, newest]) == [None, b"2", b"3"]
@@ -170,7 +168,7 @@ async def test_a_frozen_store_delays_only_the_first_command(
 async def test_blobs_that_could_not_be_deleted_go_with_the_next(
     limited_url: str, store: RedisServer, prefix: str, closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob_stores, "_REST_S", 0.2)
+    monkeypatch.setattr(blob_stores, "_REST_S", 0.0)
     broker = closing(opened(limited_url, limited(store, prefix)))
     keys = [key_of(prefix, name) for name in ("a", "b")]
     for key in keys:
@@ -178,7 +176,6 @@ async def test_blobs_that_could_not_be_deleted_go_with_the_next(
     os.kill(store.pid, signal.SIGSTOP)
     await broker.delete_blobs(keys[:1])
     os.kill(store.pid, signal.SIGCONT)
-    await asyncio.sleep(0.25)
     await broker.delete_blobs(keys[1:])
     assert keys_on(store, prefix) == []
 
