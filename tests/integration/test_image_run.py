@@ -33,8 +33,9 @@ def image_inputs(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("vision", ["none", "all"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_grpo_with_images(tmp_path: Path, kind: str) -> None:
+def test_grpo_with_images(tmp_path: Path, kind: str, vision: str) -> None:
     inputs = image_inputs(tmp_path / "inputs", kind)
     tree = tiny_config(
         inputs,
@@ -47,6 +48,7 @@ def test_grpo_with_images(tmp_path: Path, kind: str) -> None:
             "max_response_length": 12,
             "train_batch_size": NUM_PROMPTS,
         },
+        model={"vision": {"train": vision}},
         algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
         actor={
             "ppo_mini_batch_size": NUM_PROMPTS,
@@ -65,6 +67,7 @@ def test_grpo_with_images(tmp_path: Path, kind: str) -> None:
         assert row["actor/first_ppo_kl"] == 0.0
         # The learner sees the images that the engine saw, with the same weights, after every push.
         assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["rollout/mismatch_kl"] < 1e-8
         assert row["barrier/admitted"] == NUM_PROMPTS * NUM_SAMPLES
         assert row["barrier/rejected"] == row["barrier/groups_dropped"] == 0
         assert row["actor/grad_norm"] > 0
@@ -77,7 +80,9 @@ def test_grpo_with_images(tmp_path: Path, kind: str) -> None:
     started, trained = (tensors(folder) for folder in (inputs / "model", tmp_path / "out"))
     assert started.keys() == trained.keys()
     unchanged = {name for name, data in started.items() if trained[name] == data}
-    assert unchanged == {name for name in started if "visual." in name} != set()
+    tower = {name for name in started if "visual." in name}
+    assert tower
+    assert unchanged == (tower if vision == "none" else set())
 
 
 def tensors(folder: Path) -> dict[str, bytes]:

@@ -14,9 +14,11 @@ from transformers import (
 )
 
 from paceline.config.model import LoraConfig
+from paceline.core.policy import TrainedVision
 from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.model.decoder.experts import active_parameters
 from paceline.learner.model.flops import arithmetic_of, peak_flops
+from paceline.learner.model.image_states import train_tower
 from paceline.learner.model.loading import empty_lm
 from paceline.learner.model.lora import add_adapters, is_adapter
 from paceline.learner.model.networks import PolicyNetwork
@@ -112,25 +114,33 @@ def test_frozen_matrices_count_four_operations_by_torchs_own_count(targets: tupl
     assert arithmetic.per_response_token == (6 if targets is None else 4) * 24 * 48
 
 
+@pytest.mark.parametrize("part", ["none", "projector", "all"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_vision_tower_counts_its_forward_pass_by_torchs_own_count(kind: str) -> None:
+def test_a_vision_tower_counts_its_passes_by_torchs_own_count(kind: str, part: TrainedVision) -> None:
     lm = AutoModelForImageTextToText.from_config(tiny_config(kind), attn_implementation="eager")
-    tower = lm.model.visual.requires_grad_(False)
+    train_tower(lm.model, part)
+    tower = lm.model.visual
     config = tower.config
     assert getattr(config, "window_size", 16) // config.patch_size == 4
     height, width = 8, 12  # whole windows of 4 x 4 patches
     pixels = torch.randn(height * width, 3 * 2 * config.patch_size**2)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tower(pixels, grid_thw=torch.tensor([[1, height, width]]))
-    merger, vectors = 0, 0
-    for name, parameter in tower.named_parameters():  # norms and biases are no products
-        if parameter.ndim == 1:
-            is_merger = name.startswith(("merger.", "deepstack_merger_list."))
-            merger += parameter.numel() * is_merger
-            vectors += parameter.numel() * (not is_merger)
+    with FlopCounterMode(display=False) as counter:
+        output = tower(pixels, grid_thw=torch.tensor([[1, height, width]]))
+        states = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        if part != "none":
+            torch.autograd.backward([state.sum() for state in states])
+    merger, rest = 0.0, 0.0  # what torch does not count: norms and biases are no products
+    for name, parameter in tower.named_parameters():
+        passes = 3 if parameter.requires_grad else 1
+        is_merger = name.startswith(("merger.", "deepstack_merger_list."))
+        # Pixels need no gradient.
+        is_spared = passes == 3 and name == "patch_embed.proj.weight"
+        number = parameter.numel() * (passes if parameter.ndim == 1 else is_spared)
+        merger += number * is_merger
+        rest += number * (not is_merger)
     arithmetic = arithmetic_of(PolicyNetwork(lm))
     row = RowLength(prompt_id=0, num_prompt_tokens=0, num_response_tokens=0, num_patches=height * width)
-    added = height * width * 2 * (vectors + merger / 4)
+    added = height * width * 2 * (rest + merger / 4)
     assert arithmetic.of_images(row) == pytest.approx(counter.get_total_flops() + added, abs=height * width)
 
 

@@ -239,7 +239,7 @@ def features(model_type: str) -> str:
         "correction of scores": any(name.endswith(BUFFER) for name, _ in lm.named_buffers()),
         "layers with a state": "linear_attention" in windows,
         "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
-        "images, by a frozen vision tower": model_type in MODELS_WITH_IMAGES,
+        "images": model_type in MODELS_WITH_IMAGES,
         "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),
     }
     return ", ".join(name for name, holds in special.items() if holds)

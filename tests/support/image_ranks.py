@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from paceline.broker import names
 from paceline.core.ids import TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyTag, TrainedVision
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
@@ -38,7 +39,7 @@ def build(ranks: Ranks, folder: Path, **sections: Any) -> Learner:
         "optim": {"lr": 1e-3},
     }
     tree: dict[str, Any] = {
-        "data": {"train_batch_size": len(PROMPTS), "max_prompt_length": 48},
+        "data": {"train_batch_size": len(PROMPTS), "max_prompt_length": 48, "image_key": "images"},
         "algorithm": GROUPS,
         "rollout": {"n": SAMPLES},
         **sections,
@@ -47,10 +48,15 @@ def build(ranks: Ranks, folder: Path, **sections: Any) -> Learner:
     return Learner.build(run_config(folder, **tree), ranks)
 
 
-def take_image_step(learner: Learner, step: int, rows: list[PackedRow] | None = None) -> TrainResult:
-    """A step on made-up responses."""
+def take_image_step(
+    learner: Learner,
+    step: int,
+    rows: list[PackedRow] | None = None,
+    rewards: Sequence[float] | None = None,
+) -> TrainResult:
+    """A step on made-up responses; rewards are drawn if there are none."""
     packed = image_rows(samples=SAMPLES, seed=step) if rows is None else rows
-    rewards = np.random.default_rng([7, step]).normal(size=len(packed))
+    rewards = rewards or np.random.default_rng([7, step]).normal(size=len(packed)).tolist()
     order = TrainOrder(
         step=step,
         policy=POLICY,
@@ -107,12 +113,17 @@ def everything(ranks: Ranks, *models: str) -> list[tuple[list[dict[str, float]],
     return [(steps(ranks, model), tower_in_tf32(ranks, model)) for model in models]
 
 
-def steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
-    """Two steps, then a sum over the weights; images lie on one rank only."""
-    learner = build(ranks, Path(model))
+def steps(ranks: Ranks, model: str, vision: TrainedVision = "none") -> list[dict[str, float]]:
+    """Two steps, then a sum over the weights; in the second, images lie on one rank only."""
+    learner = build(ranks, Path(model), model={"vision": {"train": vision}})
     results = [numbers(take_image_step(learner, 1)), numbers(take_image_step(learner, 2, _one_with_images()))]
     sums = {name: float(tensor.double().abs().sum()) for name, tensor in full_tensors(learner).items()}
     return [*results, sums]
+
+
+def trained_steps(ranks: Ranks, *models: str) -> list[list[dict[str, float]]]:
+    """The steps of each model with a tower that trains."""
+    return [steps(ranks, model, "all") for model in models]
 
 
 def tower_in_tf32(ranks: Ranks, model: str) -> list[bool]:

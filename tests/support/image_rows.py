@@ -108,7 +108,7 @@ def reference_log_probs(lm: Any, row: PackedRow, temperature: float = 1.0) -> Te
     pixels = torch.from_numpy(np.concatenate([image.pixels for image in row.images])) if row.images else None
     start = len(row.prompt_token_ids)
     logits = reference_logits(lm, ids, kinds, pixels, grids)[start - 1 : -1]
-    scores = (logits.float() / temperature).log_softmax(-1)
+    scores = (logits / temperature).log_softmax(-1)
     return scores.gather(-1, ids[0, start:, None]).squeeze(-1)
 
 

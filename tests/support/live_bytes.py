@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in the context hold at a time."""
+    """The bytes that tensors made in the context hold: `now`, and the `most` at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = self._now = 0
+        self.most = self.now = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,10 +27,10 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._now += storage.nbytes()
-            self.most = max(self.most, self._now)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
             weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
 
     def _gone(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
-        self._now -= num_bytes
+        self.now -= num_bytes

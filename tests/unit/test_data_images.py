@@ -13,7 +13,9 @@ import pytest
 
 from paceline.checks import data_checks, model_checks
 from paceline.config.data import DataConfig
+from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 from paceline.controller.batch.inputs import load_inputs
 from paceline.core.errors import ConfigError, DataError, ModelError
 from paceline.data import images as data_images
@@ -327,3 +329,27 @@ def test_images_in_conversations_of_several_turns_are_refused(rollout: dict[str,
         ConfigError, match=r"data.image_key is for single answers: leave it out, or rollout.tools"
     ):
         config(data={"train_files": ["x.jsonl"], "image_key": "images"}, rollout=rollout)
+
+
+def test_a_tower_that_trains_needs_images_and_no_adapters() -> None:
+    data = {"train_files": ["x.jsonl"], "image_key": "images"}
+    trained = {"path": "m", "vision": {"train": "projector"}}
+    assert config(data=data, model=trained).model.vision.train == "projector"
+    assert config(data=data).model.vision.train == "none"
+    with pytest.raises(
+        ConfigError, match=r"model\.vision\.train=projector .* set data\.image_key to the col"
+    ):
+        config(model=trained)
+    with pytest.raises(ConfigError, match=r"model\.vision\.train=projector does not go with model\.lora: .*"):
+        config(data=data, model=trained | {"lora": {"rank": 2}})
+
+
+def test_supervised_tuning_alone_reads_images() -> None:
+    pairs = {"train_files": "x.jsonl", "output": "out", "steps": 1}
+    tree = {"model": {"path": "m", "vision": {"train": "all"}}, "data": {"image_key": "images"}}
+    assert parse(SftRunConfig, tree | {"sft": pairs}).model.vision.train == "all"
+    for kind, section in ((RmRunConfig, "rm"), (DpoRunConfig, "dpo")):
+        with pytest.raises(ConfigError, match=r"read no images; leave data\.image_key out"):
+            parse(kind, tree | {section: pairs})
+    with pytest.raises(ConfigError, match=r"model\.vision\.train=all .* there are none; set data\.image_key"):
+        parse(SftRunConfig, {"model": tree["model"], "data": {}, "sft": pairs})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import Section
 from paceline.core.errors import ConfigError
+from paceline.core.policy import TrainedVision
 
 
 class ModelPaths(Section):
@@ -46,6 +47,29 @@ class LoraConfig(Section):
             )
 
 
+class VisionConfig(Section):
+    """The policy's vision tower, which turns the images of prompts into states of tokens."""
+
+    train: TrainedVision = Field(
+        "none",
+        description="Which part of the tower trains with the language model. none: it is frozen; projector: "
+        "only the mergers, which project the states of patches to the width of the language model; all: the "
+        "entire tower. It needs data.image_key, and does not go with model.lora.",
+    )
+
+    def require_images(self, image_key: str | None) -> None:
+        """Checks that a tower that trains gets images.
+
+        Raises:
+            ValueError: `data.image_key` is not set.
+        """
+        if self.train != "none" and image_key is None:
+            raise ValueError(
+                f"model.vision.train={self.train} trains on the images of prompts, and there are none; set "
+                "data.image_key to the column that names them, or leave model.vision out"
+            )
+
+
 class ModelConfig(Section):
     """The policy: a folder in the Hugging Face layout."""
 
@@ -78,9 +102,19 @@ class ModelConfig(Section):
         "weights train. Adapters need about ten times the learning rate. The critic, if there is one, always "
         "trains all its weights.",
     )
+    vision: VisionConfig = VisionConfig()
     cache_gib: float = Field(
         500.0,
         gt=0,
         description="Largest size of the local copies of URLs on a machine, in PACELINE_CACHE_DIR "
         "(~/.cache/paceline); the least recently used copies are removed first.",
     )
+
+    @model_validator(mode="after")
+    def _adapters_leave_the_tower_frozen(self) -> Self:
+        if self.lora is not None and self.vision.train != "none":
+            raise ValueError(
+                f"model.vision.train={self.vision.train} does not go with model.lora: the reference is the "
+                "policy with its adapters off, and would see the trained tower; leave one of them out"
+            )
+        return self

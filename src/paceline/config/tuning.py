@@ -22,6 +22,7 @@ class TuningRunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     takes_adapters: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _all_weights_train(self) -> Self:
@@ -29,9 +30,18 @@ class TuningRunConfig(Section):
             raise ValueError("`paceline sft` and `paceline rm` train all weights; leave model.lora out")
         return self
 
+    @model_validator(mode="after")
+    def _images_are_read(self) -> Self:
+        if self.data.image_key is not None and not self.takes_images:
+            raise ValueError("`paceline rm` and `paceline dpo` read no images; leave data.image_key out")
+        self.model.vision.require_images(self.data.image_key)
+        return self
+
 
 class SftRunConfig(TuningRunConfig):
     """Everything that `paceline sft` needs."""
+
+    takes_images: ClassVar[bool] = True
 
     sft: SftConfig
 

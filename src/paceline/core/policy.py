@@ -1,9 +1,13 @@
-"""Policy versions: the weights from which tokens were drawn."""
+"""Policy versions, the weights from which tokens were drawn; and what of a vision tower trains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
+
+TrainedVision = Literal["none", "projector", "all"]
+"""Which part of the policy's vision tower trains; the projector are its mergers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ from paceline.wire import LIMITS, image_of
 
 if TYPE_CHECKING:
     from paceline.config.data import DataConfig
+    from paceline.config.training.tuning import PairDataConfig
 
 _CHANNELS = 3
 
@@ -55,7 +56,7 @@ class ImageReader:
         self._processor = processor
 
     @classmethod
-    def load(cls, config: DataConfig, folder: str | Path) -> ImageReader | None:
+    def load(cls, config: DataConfig | PairDataConfig, folder: str | Path) -> ImageReader | None:
         """Returns the reader for `data.image_key` and the model in `folder`; None without images.
 
         Raises:

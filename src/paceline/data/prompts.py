@@ -15,7 +15,8 @@ from typing import Any, Protocol, cast
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.samples.trajectory import Int32Array, RewardContext
-from paceline.data.images import ImageSource
+from paceline.data.images import ImageReader, ImageSource, expanded, with_images
+from paceline.data.rows import Row
 from paceline.service.imports import without_collections
 
 TokenIds = Sequence[int] | Int32Array
@@ -161,6 +162,25 @@ def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> li
     text = render_prompt(tokenizer, value, prompt_format)
     ids: list[int] = tokenizer(text, add_special_tokens=is_plain(value, prompt_format))["input_ids"]
     return ids
+
+
+def encode_with_images(
+    tokenizer: Tokenizer, value: object, prompt_format: str, row: Row, folder: Path, images: ImageReader
+) -> tuple[list[int], tuple[ImageSource, ...]]:
+    """Returns a row's prompt as token ids, and its images, each of which has a token per part of it.
+
+    Args:
+        value: the prompt.
+        folder: folder of the row's file.
+
+    Raises:
+        DataError: the prompt is no chat, an image is missing, or the prompt has another number of places.
+    """
+    is_chat = isinstance(value, str) and prompt_format == "chat"
+    messages = [{"role": "user", "content": value}] if is_chat else value
+    sources = images.sources(row, folder)
+    ids = encode_prompt(tokenizer, with_images(messages, len(sources)), "chat")
+    return expanded(ids, images.image_token_id, sources), sources
 
 
 def is_plain(value: object, prompt_format: str) -> bool:

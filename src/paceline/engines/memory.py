@@ -56,7 +56,7 @@ class EngineMemory:
         rows = (2 * (8 + 4) + 4 * 8) * (config.engine_model_len + 1)
         slices = (4 + 8) * -(-shape.vocab // SLICE)
         bytes_per_number = _bytes_per_number(config)
-        numbers = shape.num_parameters + shape.num_frozen
+        numbers = shape.num_parameters + shape.num_in_tower
         if shape.latent is not None:
             numbers += shape.num_layers * shape.latent.absorbed
         plain = cls.of_numbers(config, numbers)

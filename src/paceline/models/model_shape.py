@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.policy import TrainedVision
 from paceline.models.facts import family_of
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -62,17 +64,27 @@ class TowerShape:
         Qwen2.5-VL's MLPs have a gate, and its norms and patch embedding no biases.
         """
         attention = 4 * self.hidden * (self.hidden + 1)
-        merged = self.hidden * self.patches_per_token
-        merger = merged * (merged + 1) + (merged + 1) * self.out
         if self.num_positions:
             mlp = 2 * self.hidden * self.intermediate + self.intermediate + self.hidden
             layers = self.num_layers * (attention + mlp + 4 * self.hidden)
-            features = self.num_features * (merger + 2 * merged)
             embedding = (self.width + 1 + self.num_positions) * self.hidden
-            return embedding + layers + merger + 2 * self.hidden + features
+            return embedding + layers + self.num_in_projectors
         mlp = 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
         layers = self.num_layers * (attention + mlp + 2 * self.hidden)
-        return self.width * self.hidden + layers + merger + self.hidden
+        return self.width * self.hidden + layers + self.num_in_projectors
+
+    @property
+    def num_in_projectors(self) -> int:
+        """Number of parameters of the mergers with their norms."""
+        merged = self.hidden * self.patches_per_token
+        merger = merged * (merged + 1) + (merged + 1) * self.out
+        if self.num_positions:
+            return merger + 2 * self.hidden + self.num_features * (merger + 2 * merged)
+        return merger + self.hidden
+
+    def num_trained(self, part: TrainedVision) -> int:
+        """Returns the number of parameters of the part that trains."""
+        return {"none": 0, "projector": self.num_in_projectors, "all": self.num_parameters}[part]
 
     @property
     def patches_per_token(self) -> int:
@@ -91,6 +103,28 @@ class TowerShape:
         mlp = (3 * self.intermediate + 2 * self.hidden) * bytes_per_number
         features = self.num_features * self.out * bytes_per_number // self.patches_per_token
         return num_patches * (4 * self.width + max(embedding, attention, mlp) + features)
+
+    def kept(
+        self, num_patches: int, bytes_per_number: int, part: TrainedVision, kept_share: float = 1.0
+    ) -> int:
+        """Returns the bytes that a forward pass over `num_patches` patches keeps for the backward pass.
+
+        Args:
+            part: the part that trains.
+            kept_share: share of the layers that keep their activations; the others keep their input, and one
+                of them is computed again at a time.
+        """
+        if part == "none":
+            return 0
+        # Qwen2.5-VL's norms compute in float32, and its MLPs have a gate.
+        inner, states, merger = (2, 14, 8) if self.num_positions else (4, 22, 14)
+        numbers = merger * (1 + self.num_features) * self.hidden
+        if part == "all":
+            layer = inner * self.intermediate + states * self.hidden
+            recomputed = math.ceil((1.0 - kept_share) * self.num_layers)
+            numbers += self.width + recomputed * self.hidden
+            numbers += (self.num_layers - recomputed + (1 if recomputed else 0)) * layer
+        return num_patches * numbers * bytes_per_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,8 +417,8 @@ class ModelShape:
         return max(self.hidden * self.vocab, mlp)
 
     @property
-    def num_frozen(self) -> int:
-        """Parameters of the vision tower, which never train."""
+    def num_in_tower(self) -> int:
+        """Parameters of the vision tower."""
         return 0 if self.tower is None else self.tower.num_parameters
 
     def num_patches(self, num_tokens: int) -> int:

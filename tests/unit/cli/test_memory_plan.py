@@ -137,10 +137,10 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert ModelShape.of(SEVEN_VL | {"model_type": "llava"}) is None
     seven, three = shape_of(SEVEN_VL), shape_of(THREE_VL)
     assert seven.num_parameters == 7_615_616_512
-    assert (seven.num_parameters + seven.num_frozen, seven.num_frozen) == (8_292_166_656, 676_550_144)
-    assert three.num_parameters + three.num_frozen == 3_754_622_976
+    assert (seven.num_parameters + seven.num_in_tower, seven.num_in_tower) == (8_292_166_656, 676_550_144)
+    assert three.num_parameters + three.num_in_tower == 3_754_622_976
     eight = shape_of(EIGHT_VL)
-    assert eight.num_parameters + eight.num_frozen == 8_767_123_696
+    assert eight.num_parameters + eight.num_in_tower == 8_767_123_696
     # As transformers writes them since its version 5.
     text = {
         name: value
@@ -630,10 +630,36 @@ IMAGES = {
 }
 
 
-def test_a_vision_tower_is_counted_where_it_is_and_never_trains() -> None:
+@pytest.mark.parametrize("part", ["projector", "all"])
+def test_what_trains_of_a_tower_has_averages_gradients_and_activations(part: str) -> None:
+    shape = shape_of(SEVEN_VL)
+    frozen, trained = (
+        LearnerMemory.of(
+            run_of(data=IMAGES, model={"path": "m", "dtype": "bfloat16", "vision": {"train": train}}), shape
+        )
+        for train in ("none", part)
+    )
+    assert shape.tower is not None
+    number = shape.num_in_tower if part == "all" else 5120 * 5121 + 5121 * 3584 + 1280
+    assert trained.resident["weights"] == frozen.resident["weights"]
+    assert trained.resident["optimizer"] - frozen.resident["optimizer"] == 8 * number // 4
+    compact = [plan.changed(compact=True).resident["optimizer"] for plan in (frozen, trained)]
+    assert compact[1] - compact[0] == pytest.approx(65 / 32 * number / 4, abs=4)
+    summed = [plan.changed(accumulates=True).update["gradients"] for plan in (frozen, trained)]
+    assert summed[1] - summed[0] == 4 * number
+    parts = [plan.changed(accumulates=False).update["gradients"] for plan in (frozen, trained)]
+    assert parts[1] - parts[0] == 4 * number // 4 + 4 * number
+    patches = trained.num_tokens * 4 // 5
+    kept = [plan.update["activations"] for plan in (frozen, trained)]
+    assert kept[1] - kept[0] == shape.tower.kept(patches, 2, part, trained.kept_share) > 0
+    lean = shape.tower.kept(patches, 2, "all", 0.0)
+    assert lean < shape.tower.kept(patches, 2, "all", 0.5) < shape.tower.kept(patches, 2, "all")
+
+
+def test_a_vision_tower_is_counted_where_it_is_and_does_not_train_by_default() -> None:
     config = run_of(data=IMAGES)
     text, both = (LearnerMemory.of(config, shape_of(tree)) for tree in (SEVEN, SEVEN_VL))
-    tower = shape_of(SEVEN_VL).num_frozen
+    tower = shape_of(SEVEN_VL).num_in_tower
     # Float32 shards like the weights around it, gathered as it computes, without averages or gradients.
     assert both.resident["weights"] - text.resident["weights"] == 4 * tower // 4
     assert both.resident["optimizer"] == text.resident["optimizer"]

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
+from paceline.core.policy import TrainedVision
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Base, Manifest
 from paceline.learner.checkpoint.shards import reader
@@ -66,7 +67,8 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
             f"the checkpoint's model started from {source}, which is gone; put that folder back for its "
             "config and tokenizer"
         )
-    has_frozen = lora is None and family_of(read_config(source).model_type).takes_images
+    vision = manifest.base.vision
+    has_frozen = lora is None and vision != "all" and family_of(read_config(source).model_type).takes_images
     if has_frozen and source == Path(model.path):
         source = Path(local_model(config.model, "learner").path)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
@@ -77,7 +79,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         adapters = dict(tensors)
         tensors = merged(_base(config, source), adapters, lora)
     elif has_frozen:
-        tensors = itertools.chain(tensors, _base(config, source, frozen_alone=True))
+        tensors = itertools.chain(tensors, _base(config, source, frozen_beside=vision))
     write_folder(
         out,
         tensors,
@@ -92,7 +94,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
 
 def _require_base(config: RunConfig, base: Base, source: Path, folder: Folder) -> None:
     """Raises CheckpointError if `source` has other frozen weights than the run was trained on."""
-    lm, seed = empty_lm(read_config(source)), _seed_of(config)
+    lm, seed = empty_lm(read_config(source), base.vision), _seed_of(config)
     if base.adapters is not None:
         lm.requires_grad_(False)
     now = dataclasses.replace(base, digest=digest_of_frozen(source, frozen(lm.named_parameters()), seed))
@@ -103,9 +105,11 @@ def _seed_of(config: RunConfig) -> int | None:
     return config.trainer.seed if config.model.load_format == "random" else None
 
 
-def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of the starting model: all, or only those of a vision tower."""
-    for name, tensor in stored_tensors(source, _seed_of(config), frozen_alone=frozen_alone):
+def _base(
+    config: RunConfig, source: Path, *, frozen_beside: TrainedVision | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of the starting model, as `stored_tensors` does, in the run's type."""
+    for name, tensor in stored_tensors(source, _seed_of(config), frozen_beside=frozen_beside):
         yield name, tensor.to(DTYPES[config.model.dtype])
 
 

@@ -26,7 +26,7 @@ from paceline.data.prompts import load_tokenizer
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.planning.plan import effective_budget, plan_chunk
-from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.batch.types import MicroBatch, PackedRow, PromptImage
 from paceline.learner.checkpoint.state import State, state_of_trainable
 from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints
 from paceline.learner.distributed.catching_up import count_collectives
@@ -197,12 +197,21 @@ class PairTrainer(Generic[N]):
         self.tuner = Tuner(tuning, network, ranks)
 
     def _cut(
-        self, lengths: Iterable[tuple[int, int]], make_rows: Callable[[int], list[PackedRow]]
+        self, lengths: Iterable[tuple[int, ...]], make_rows: Callable[[int], list[PackedRow]]
     ) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of pairs with these numbers of prompt and response tokens."""
+        """Returns this rank's micro-batches of pairs.
+
+        Args:
+            lengths: numbers of prompt and response tokens, and of the patches of images if there are any.
+        """
         rows = [
-            RowLength(prompt_id=place, num_prompt_tokens=prompt, num_response_tokens=response)
-            for place, (prompt, response) in enumerate(lengths)
+            RowLength(
+                prompt_id=place,
+                num_prompt_tokens=prompt,
+                num_response_tokens=response,
+                num_patches=sum(patches),
+            )
+            for place, (prompt, response, *patches) in enumerate(lengths)
         ]
         context, device = self._ranks.context, self._ranks.device
         budget = self._token_budget * (1 if context is None else context.size)
@@ -210,7 +219,7 @@ class PairTrainer(Generic[N]):
             rows,
             0,
             num_data_ranks=self._ranks.data.size,
-            token_budget=effective_budget(budget, device.type, max(row.num_tokens for row in rows)),
+            token_budget=effective_budget(budget, device.type, max(row.num_budgeted for row in rows)),
             arithmetic=arithmetic_of(self._network),
         )
         return [
@@ -234,7 +243,9 @@ def in_words(progress: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:{forms.get(name, '.3f')}}" for name, value in progress.items())
 
 
-def answer_row(index: int, prompt: Int32Array, answer: Int32Array) -> PackedRow:
+def answer_row(
+    index: int, prompt: Int32Array, answer: Int32Array, images: tuple[PromptImage, ...] = ()
+) -> PackedRow:
     """Makes the row of an answer whose tokens all count."""
     return PackedRow(
         index=index,
@@ -242,6 +253,7 @@ def answer_row(index: int, prompt: Int32Array, answer: Int32Array) -> PackedRow:
         response_token_ids=answer,
         response_mask=np.ones(len(answer), np.uint8),
         response_log_probs=np.zeros(len(answer), np.float32),
+        images=images,
     )
 
 

@@ -15,14 +15,18 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from paceline.config.training.tuning import SftConfig
 from paceline.config.tuning import SftRunConfig
 from paceline.core.errors import DataError
+from paceline.core.samples.images import ImageSpec
 from paceline.core.samples.trajectory import Int32Array
-from paceline.data.prompts import encode_prompt
-from paceline.data.rows import read_rows
+from paceline.data.images import ImageReader, ImageSource
+from paceline.data.prompts import encode_prompt, encode_with_images
+from paceline.data.rows import StoredRows
 from paceline.learner import pair_training
-from paceline.learner.batch.types import MicroBatch
-from paceline.learner.distributed.ranks import RankEnvironment, leave_group
+from paceline.learner.batch.images import find_images
+from paceline.learner.batch.types import MicroBatch, PackedRow, PromptImage
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
@@ -31,10 +35,11 @@ from paceline.learner.train.state.learner import DTYPES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair:
-    """Token ids of a prompt, and of its answer including the end of sequence."""
+    """Token ids of a prompt, and of its answer including the end of sequence; and the prompt's images."""
 
     prompt: Int32Array
     answer: Int32Array
+    images: tuple[ImageSource, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -42,8 +47,13 @@ class Pair:
         return len(self.prompt) + len(self.answer)
 
 
-def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], int]:
+def read_pairs(
+    config: SftRunConfig, files: Sequence[str], reader: ImageReader | None = None
+) -> tuple[list[Pair], int]:
     """Returns all pairs that fit the length limits, and the number of pairs that do not.
+
+    Args:
+        reader: reader of the images of `data.image_key`.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -51,8 +61,9 @@ def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], 
     """
     sft, data = config.sft, config.data
     tokenizer = pair_training.tokenizer_of(config)
-    rows = read_rows(files, [data.prompt_key, sft.answer_key])
-    answers = [row[sft.answer_key] for row in rows]
+    columns = [data.prompt_key, sft.answer_key, *([] if reader is None else [reader.column])]
+    rows = StoredRows(files, columns)[:]
+    answers = [row[sft.answer_key] for row, _ in rows]
     for number, answer in enumerate(answers):
         if not isinstance(answer, str):
             raise DataError(
@@ -60,13 +71,21 @@ def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], 
             )
     encoded = tokenizer(answers, add_special_tokens=False)["input_ids"]
     pairs = []
-    for row, answer_ids in zip(rows, encoded, strict=True):
-        prompt = encode_prompt(tokenizer, row[data.prompt_key], data.prompt_format)
+    for number, ((row, folder), answer_ids) in enumerate(zip(rows, encoded, strict=True)):
+        value, images = row[data.prompt_key], tuple[ImageSource, ...]()
+        try:
+            if reader is None:
+                prompt = encode_prompt(tokenizer, value, data.prompt_format)
+            else:
+                prompt, images = encode_with_images(tokenizer, value, data.prompt_format, row, folder, reader)
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from error
         if 0 < len(prompt) <= data.max_prompt_length and len(answer_ids) < data.max_response_length:
             pairs.append(
                 Pair(
                     prompt=np.asarray(prompt, np.int32),
                     answer=np.asarray([*answer_ids, tokenizer.eos_token_id], np.int32),
+                    images=images,
                 )
             )
     pair_training.require_some(len(pairs), len(rows), data)
@@ -74,7 +93,17 @@ def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], 
 
 
 class SftTrainer(pair_training.PairTrainer[PolicyNetwork]):
-    """Takes optimizer steps on batches of pairs; every rank calls it."""
+    """Takes optimizer steps on batches of pairs; every rank calls it.
+
+    Args:
+        reader: makes the pixels of pairs' images.
+    """
+
+    def __init__(
+        self, tuning: SftConfig, network: PolicyNetwork, ranks: Ranks, reader: ImageReader | None = None
+    ) -> None:
+        super().__init__(tuning, network, ranks)
+        self._reader = reader
 
     def step(self, step: int, pairs: Sequence[Pair]) -> dict[str, float]:
         """Takes one optimizer step, counted from 1; returns its numbers, measured before it.
@@ -95,9 +124,20 @@ class SftTrainer(pair_training.PairTrainer[PolicyNetwork]):
 
     def _batches(self, pairs: Sequence[Pair]) -> list[MicroBatch]:
         return self._cut(
-            ((len(pair.prompt), len(pair.answer)) for pair in pairs),
-            lambda index: [pair_training.answer_row(index, pairs[index].prompt, pairs[index].answer)],
+            (
+                (len(pair.prompt), len(pair.answer), *(image.num_patches for image in pair.images))
+                for pair in pairs
+            ),
+            lambda index: [self._row(index, pairs[index])],
         )
+
+    def _row(self, index: int, pair: Pair) -> PackedRow:
+        images = tuple[PromptImage, ...]()
+        if pair.images:
+            assert self._reader is not None
+            loaded = [self._reader.process(image) for image in pair.images]
+            images = find_images(pair.prompt, loaded, ImageSpec.of(self._network.lm.config))
+        return pair_training.answer_row(index, pair.prompt, pair.answer, images)
 
     def _loss(self, batch: MicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch's share of the loss, for the backward pass and as a number."""
@@ -126,16 +166,18 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         Precision(compute=DTYPES[model.dtype]),
         options=LayerOptions.of(config.sft.memory, num_tokens=config.sft.max_token_len_per_gpu, ranks=ranks),
         random_seed=config.seed if model.load_format == "random" else None,
+        vision=model.vision.train,
     )
-    pairs, num_left_out = read_pairs(config, config.sft.train_files)
+    reader = ImageReader.load(config.data, model.path)
+    pairs, num_left_out = read_pairs(config, config.sft.train_files, reader)
     pair_training.say(
         ranks,
         f"sft: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
         f"out), {config.sft.steps} steps of {config.sft.batch_size} on {ranks.world.size} "
         f"{ranks.device.type} ranks",
     )
-    val = read_pairs(config, config.sft.val_files)[0] if config.sft.val_files else []
-    trainer = SftTrainer(config.sft, network, ranks)
+    val = read_pairs(config, config.sft.val_files, reader)[0] if config.sft.val_files else []
+    trainer = SftTrainer(config.sft, network, ranks, reader)
     began, num_tokens = time.monotonic(), 0
 
     def take_step(step: int, indices: list[int]) -> str:

@@ -68,6 +68,10 @@ def _prompts_fit_episodes_and_scorers(config: DerivedSettings) -> None:
             )
 
 
+def _tower_has_images_to_train_on(config: DerivedSettings) -> None:
+    config.model.vision.require_images(config.data.image_key)
+
+
 def _groups_fit_into_calls(config: DerivedSettings) -> None:
     largest = max([config.rollout.n, config.rollout.val.n, *(s.n for s in config.held_out_sets)])
     for service in (service for reward in config.rewards.values() for service in reward.services):
@@ -396,6 +400,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _kl_can_be_steered,
     _there_are_rows,
     _prompts_fit_episodes_and_scorers,
+    _tower_has_images_to_train_on,
     _groups_fit_into_calls,
     _held_out_samples_differ,
     _episodes_have_limits_of_their_own,

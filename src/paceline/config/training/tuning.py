@@ -127,6 +127,17 @@ class PairDataConfig(Section):
         "lists of messages, text for strings. `paceline rm` reads only a prompt's last message, which is "
         "what reward models get in a run, and always uses the chat template if there is one.",
     )
+    image_key: str | None = Field(
+        None,
+        description="Column with the images of a row's prompt, as data.image_key of a run; only for "
+        "`paceline sft`.",
+    )
+    max_pixels: int | None = Field(
+        None,
+        gt=0,
+        description="Images with more pixels are scaled down to this number; null: the limit of the model's "
+        "image processor.",
+    )
     max_prompt_length: int = Field(512, gt=0, description="Longer prompts are left out, and counted.")
     max_response_length: int = Field(
         512,

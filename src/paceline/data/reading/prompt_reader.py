@@ -22,14 +22,14 @@ from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
 from paceline.core.samples.trajectory import RewardContext
 from paceline.data.hub import local_files
-from paceline.data.images import ImageReader, expanded, with_images
+from paceline.data.images import ImageReader
 from paceline.data.plain import plain_value
 from paceline.data.prompts import (
     Prompt,
     PromptFacts,
     PromptSet,
     Tokenizer,
-    encode_prompt,
+    encode_with_images,
     is_plain,
     last_message,
     load_tokenizer,
@@ -303,10 +303,9 @@ class PromptReader:
         assert self.images is not None
         data, value = self.data, _value(self.data, number, row)
         try:
-            sources = self.images.sources(row, folder)
-            messages = with_images(_conversation(value, data.prompt_format), len(sources))
-            token_ids = encode_prompt(self.tokenizer, messages, "chat")
-            token_ids = expanded(token_ids, self.images.image_token_id, sources)
+            token_ids, sources = encode_with_images(
+                self.tokenizer, value, data.prompt_format, row, folder, self.images
+            )
         except DataError as error:
             raise DataError(f"row {number}: {error}") from error
         return Prompt(
@@ -380,12 +379,6 @@ def _with_system(value: object, system_prompt: str | None) -> object:
 def _begins_with_system(messages: Sequence[object]) -> bool:
     first = messages[0] if messages else None
     return isinstance(first, dict) and first.get("role") == "system"
-
-
-def _conversation(value: object, prompt_format: str) -> object:
-    """Returns a prompt as messages if it will be rendered in the chat template."""
-    is_chat = isinstance(value, str) and prompt_format == "chat"
-    return [{"role": "user", "content": value}] if is_chat else value
 
 
 def _messages(value: object, prompt_format: str) -> tuple[Mapping[str, object], ...]:

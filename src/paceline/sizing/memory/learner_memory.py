@@ -10,6 +10,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
+from paceline.core.policy import TrainedVision
 from paceline.engines.memory import CONTEXT, GIB, Parts
 from paceline.models.facts import config_tree
 from paceline.models.model_shape import ModelShape
@@ -51,6 +52,7 @@ class LearnerMemory:
         num_adapted: number of parameters in the matrices that have adapters.
         num_stacked: number of parameters in the adapters of experts.
         num_merged: number of parameters of a layer's experts that have adapters, which a pass merges.
+        vision: the part of the policy's vision tower that trains.
         gpu_bytes: bytes of the largest GPU; 0 if it is not known.
     """
 
@@ -74,6 +76,7 @@ class LearnerMemory:
     num_stacked: int = 0
     num_merged: int = 0
     has_images: bool = False
+    vision: TrainedVision = "none"
     context: int = 1
     expert: int = 1
     gpu_bytes: int = 0
@@ -116,6 +119,7 @@ class LearnerMemory:
             num_stacked=sum(part.num_adapters(lora.rank) for part in experts) if lora else 0,
             num_merged=sum(part.size for part in experts) // max(1, shape.num_layers - shape.num_dense),
             has_images=has_images(config),
+            vision=config.model.vision.train,
             context=config.learner.num_context_ranks,
             expert=config.learner.expert_parallel,
             gpu_bytes=max(totals, default=0),
@@ -131,10 +135,10 @@ class LearnerMemory:
         type.
 
         With adapters the policy is frozen, and the reference is the policy without them. A vision tower is
-        kept like the network around it, and has no averages.
+        kept like the network around it, and has averages only of what trains.
         """
-        shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
-        tower = self._share(self.shape.num_frozen)
+        shard, trained = self._share(self.shape.num_parameters), self._share(self._num_in_language_model)
+        tower = self._share(self.shape.num_in_tower)
         critic = shard if self.has_critic else 0
         frozen = self.bytes_per_number * (shard + tower) if self.num_adapters else 4 * tower
         frozen += 0 if self.offloads_frozen else sum(self._frozen.values())
@@ -178,7 +182,7 @@ class LearnerMemory:
             "gathered": max(plan._gathered for plan in (self, *frozen)),
             "activations": max(
                 activations + self._logits,
-                self._of_images,
+                self._tower_kept + self._of_images,
                 *(max(plan._layer + plan._logits, plan._of_images) for plan in frozen),
             ),
         }
@@ -190,14 +194,14 @@ class LearnerMemory:
             **self.resident,
             "gradients": self._gradients,
             "gathered": self._gathered,
-            "activations": max(self._activations + self._logits, self._of_images),
+            "activations": self._tower_kept + max(self._activations + self._logits, self._of_images),
         }
         return max(backward, self._optimizer_step, key=lambda parts: sum(parts.values()))
 
     @property
     def _optimizer_step(self) -> Parts:
         """Gradients are float32 shards by now; averages that are kept in host memory come in parts."""
-        numbers = self.shape.num_parameters if self.has_critic else self._num_trained
+        numbers = max(self._num_trained, self.shape.num_parameters if self.has_critic else 0)
         visitors = {}
         if self.offloads and not self.num_adapters:
             # Two parts are on the GPU at a time. A part has at least one parameter, so the largest may exceed
@@ -225,7 +229,7 @@ class LearnerMemory:
             **self.resident,
             "optimizer": 0,
             "gradients": self.bytes_per_gradient * numbers + 4 * self._share(numbers),
-            "gathered": self.bytes_per_number * (numbers + self.shape.num_frozen),
+            "gathered": self.bytes_per_number * (numbers + self.shape.num_in_tower),
             "activations": 2 * self._layer + LOGITS,
         }
 
@@ -247,13 +251,19 @@ class LearnerMemory:
     def _frozen(self) -> Parts:
         """Returns this rank's shares of the frozen networks, by name."""
         return {
-            name: self.bytes_per_number * self._share(shape.num_parameters + shape.num_frozen)
+            name: self.bytes_per_number * self._share(shape.num_parameters + shape.num_in_tower)
             for name, shape in self.frozen.items()
         }
 
     @property
     def _num_trained(self) -> int:
         """Number of the policy's parameters that train."""
+        tower = self.shape.tower
+        return self._num_in_language_model + (tower.num_trained(self.vision) if tower else 0)
+
+    @property
+    def _num_in_language_model(self) -> int:
+        """Number of parameters that train, without those of a vision tower."""
         return self.num_adapters or self.shape.num_parameters
 
     def _share(self, numbers: int) -> int:
@@ -262,7 +272,8 @@ class LearnerMemory:
     @property
     def _gradients(self) -> int:
         """Bytes of whole gradients, or of this rank's share and of the layers that are being reduced."""
-        numbers, in_flight = self._num_gathered, self._in_flight
+        tower = self._num_trained - self._num_in_language_model
+        numbers, in_flight = self._num_gathered + tower, self._in_flight + tower
         if not self.has_critic and self.num_adapters:
             numbers, in_flight = self.num_adapters, 2 * self.num_adapters // self.shape.num_layers
         if self.accumulates:
@@ -277,7 +288,7 @@ class LearnerMemory:
         """
         number = self._num_gathered if self.keeps_gathered else self._in_flight
         merged = 2 * self.num_merged // self.expert
-        return self.bytes_per_number * (number + self.shape.num_frozen + merged)
+        return self.bytes_per_number * (number + self.shape.num_in_tower + merged)
 
     @property
     def _num_gathered(self) -> int:
@@ -295,7 +306,21 @@ class LearnerMemory:
 
     @property
     def _of_images(self) -> int:
-        """Bytes of the tower's activations, computed before those of the layers, in a micro-batch of images.
+        """Bytes of the tower's activations in a micro-batch of images, which are freed before the layers'."""
+        tower = self.shape.tower
+        return 0 if tower is None else tower.activations(self._num_patches, self.bytes_per_number)
+
+    @property
+    def _tower_kept(self) -> int:
+        """Bytes that the tower keeps for its backward pass; scoring drops them before the layers compute."""
+        tower = self.shape.tower
+        if tower is None:
+            return 0
+        return tower.kept(self._num_patches, self.bytes_per_number, self.vision, self.kept_share)
+
+    @property
+    def _num_patches(self) -> int:
+        """Number of patches in a micro-batch of images.
 
         A token stands for `patches_per_token` patches, and both count in the budget.
         """
@@ -303,8 +328,7 @@ class LearnerMemory:
         if tower is None or not self.has_images:
             return 0
         num_tokens = self.context * self.num_tokens
-        num_patches = num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
-        return tower.activations(num_patches, self.bytes_per_number)
+        return num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
 
     @property
     def _logits(self) -> int:

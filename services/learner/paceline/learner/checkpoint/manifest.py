@@ -14,6 +14,7 @@ import torch
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import CheckpointError
+from paceline.core.policy import TrainedVision
 from paceline.core.run_record.manifest import MANIFEST, manifest_fields, manifest_text
 from paceline.learner.checkpoint.files import FileRecord
 from paceline.storage.folder import Folder, Place, reason
@@ -26,16 +27,19 @@ class Base:
     Attributes:
         adapters: adapters of the policy, with the names of their layers; None: all its weights train.
         digest: digest of the frozen weights, which the checkpoint does not hold; "" without any.
+        vision: the part of a vision tower that trains.
     """
 
     adapters: LoraConfig | None
     digest: str
+    vision: TrainedVision = "none"
 
     def require(self, other: Base, *, folder: Place, model_path: str) -> None:
         """Refuses to go on from weights of `folder` with another base.
 
         Raises:
-            CheckpointError: rank, alpha or targets of adapters differ, or the frozen weights do.
+            CheckpointError: rank, alpha or targets of adapters differ, or what trains of a vision tower, or
+                the frozen weights.
         """
         if self.adapters != other.adapters:
             raise CheckpointError(
@@ -43,6 +47,12 @@ class Base:
                 f"{_words(other.adapters)}, and with that its weights would be another policy. Set "
                 "model.lora "
                 "back, or begin another run (trainer.resume: never)"
+            )
+        if self.vision != other.vision:
+            raise CheckpointError(
+                f"{folder} was written with model.vision.train: {self.vision}; now it is {other.vision}, and "
+                "its tensors and averages are those of other parameters. Set it back, or begin another run "
+                "from the exported model (trainer.resume: never)"
             )
         if self.digest != other.digest:
             raise CheckpointError(
@@ -53,7 +63,7 @@ class Base:
     def to_plain(self) -> dict[str, Any]:
         """Returns the base as the manifest holds it."""
         adapters = None if self.adapters is None else self.adapters.model_dump(mode="json")
-        return {"adapters": adapters, "digest": self.digest}
+        return {"adapters": adapters, "digest": self.digest, "vision": self.vision}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Base:
@@ -62,6 +72,7 @@ class Base:
         return cls(
             adapters=None if adapters is None else LoraConfig.model_validate(adapters),
             digest=str(plain["digest"]),
+            vision=plain.get("vision", "none"),
         )
 
 

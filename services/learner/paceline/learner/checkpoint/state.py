@@ -44,10 +44,11 @@ def trainables_of(learner: Learner) -> dict[str, Trainable[Any]]:
 
 def base_of(learner: Learner) -> Base:
     """Returns the frozen base that the learner's weights belong to."""
-    lora = learner.config.model.lora
+    model = learner.config.model
     return Base(
-        adapters=None if lora is None else described(learner.actor.network.lm, lora),
+        adapters=None if model.lora is None else described(learner.actor.network.lm, model.lora),
         digest=learner.base_digest,
+        vision=model.vision.train,
     )
 
 

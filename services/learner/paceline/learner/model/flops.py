@@ -10,7 +10,7 @@ import torch
 from paceline.core.cards import card_of
 from paceline.learner.batch.planning.arithmetic import Arithmetic
 from paceline.learner.model.decoder.experts import active_parameters
-from paceline.learner.model.image_states import vision_tower
+from paceline.learner.model.image_states import is_trained, projectors, vision_tower
 from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.networks import (
     PolicyNetwork,
@@ -28,8 +28,8 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     parameter of the head. Attention takes 12 per layer, channel and pair of tokens, half of them for keys and
     half for values (whose heads have another size in latent attention); causal attention halves the pairs. A
     frozen parameter takes 4, since it has no gradient of its own; an adapter's parameter 4, since only the
-    backward pass goes through it. A frozen vision tower takes 2 per patch and parameter: it has no backward
-    pass.
+    backward pass goes through it. A vision tower takes 2 per patch and parameter that is frozen, because
+    no gradient goes through it, and 6 per one that trains.
     """
     body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
     head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
@@ -70,14 +70,14 @@ def _of_tower(tower: Any) -> tuple[int, int]:
         return 0, 0
     config = tower.config
     patches_per_token = config.spatial_merge_size**2
-    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", ())]
-    merger = sum(parameter.numel() for part in mergers for parameter in part.parameters())
+    merger = sum(parameter.numel() for part in projectors(tower) for parameter in part.parameters())
     rest = sum(parameter.numel() for parameter in tower.parameters()) - merger
-    pair = 4 * config.hidden_size
-    products = 2 * rest + 2 * merger // patches_per_token
+    passes, merger_passes = (3 if is_trained(part) else 1 for part in (tower.blocks, tower.merger))
+    pair = passes * 4 * config.hidden_size
+    products = 2 * passes * rest + 2 * merger_passes * merger // patches_per_token
     global_layers = getattr(config, "fullatt_block_indexes", None)
     if global_layers is None:  # all layers see all pairs; position embeddings are looked up
-        return products - 2 * tower.pos_embed.weight.numel(), pair * config.depth
+        return products - 2 * passes * tower.pos_embed.weight.numel(), pair * config.depth
     window = (config.window_size // config.patch_size) ** 2
     return products + pair * window * (config.depth - len(global_layers)), pair * len(global_layers)
 

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
+from paceline.core.policy import TrainedVision
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.distributed.shards import own_box
 from paceline.learner.model import architectures
@@ -36,7 +37,7 @@ from paceline.learner.model.decoder.experts import (
 )
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.decoder.recurrence import use_packed_recurrence
-from paceline.learner.model.image_states import vision_tower
+from paceline.learner.model.image_states import is_trained, train_tower, vision_tower
 from paceline.learner.model.lora import B, add_adapters, is_adapter, require_compilable_adapters
 from paceline.learner.model.networks import (
     PolicyNetwork,
@@ -102,6 +103,7 @@ def load_policy(
     random_seed: int | None = None,
     lora: LoraConfig | None = None,
     adapter_seed: int = 0,
+    vision: TrainedVision = "none",
 ) -> PolicyNetwork:
     """Loads a policy, sharded over the ranks.
 
@@ -109,12 +111,13 @@ def load_policy(
         precision: precision of computing, storing and reducing.
         random_seed: seed to draw the weights from, instead of reading them.
         lora: adapters to train; the model itself is then frozen.
+        vision: the part of the vision tower that trains.
 
     Raises:
         ModelError: a tensor is missing or has another shape than the model's.
         ConfigError: the model does not have the adapters' targets.
     """
-    network = unfilled_policy(folder, ranks, precision, options=options, lora=lora)
+    network = unfilled_policy(folder, ranks, precision, options=options, lora=lora, vision=vision)
     _fill(network, _AdapterSource(_source(folder, random_seed, network, network.lm.config), adapter_seed))
     return network
 
@@ -126,9 +129,10 @@ def unfilled_policy(
     *,
     options: LayerOptions = DEFAULT_OPTIONS,
     lora: LoraConfig | None = None,
+    vision: TrainedVision = "none",
 ) -> PolicyNetwork:
     """Returns a sharded policy with uninitialised parameters; arguments as for `load_policy`."""
-    lm = empty_lm(read_config(folder))
+    lm = empty_lm(read_config(folder), vision)
     if lora is not None:
         add_adapters(lm, decoder_layers(body_of(lm)), lora)
     network = PolicyNetwork(lm)
@@ -137,13 +141,16 @@ def unfilled_policy(
 
 
 def stored_tensors(
-    folder: str | Path, random_seed: int | None = None, *, frozen_alone: bool = False
+    folder: str | Path, random_seed: int | None = None, *, frozen_beside: TrainedVision | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full tensors that `load_policy` reads or draws, or only those of a vision tower."""
-    lm = empty_lm(read_config(folder))
+    """Yields the full tensors that `load_policy` reads or draws.
+
+    With `frozen_beside`, only those that are frozen if this part of the vision tower trains.
+    """
+    lm = empty_lm(read_config(folder), frozen_beside or "none")
     source = _source(folder, random_seed, lm, lm.config)
     for name, parameter in lm.named_parameters():
-        if not (frozen_alone and parameter.requires_grad):
+        if frozen_beside is None or not parameter.requires_grad:
             yield name, source.rows(name, parameter.shape)(0, parameter.shape[0])
 
 
@@ -244,11 +251,12 @@ def forget_forward_passes(network: nn.Module) -> None:
                 group._post_forward_indices.clear()
 
 
-def empty_lm(config: Any) -> Any:
-    """Returns the model on the meta device: shapes without storage. A vision tower is frozen.
+def empty_lm(config: Any, vision: TrainedVision = "none") -> Any:
+    """Returns the model on the meta device: shapes without storage. Of a vision tower only `vision` trains.
 
     Raises:
-        ModelError: transformers has no causal language model of this kind whose attention can be replaced.
+        ModelError: transformers has no causal language model of this kind whose attention can be replaced, or
+            it has no vision tower to train.
     """
     attention.register()
     implementation: Any = attention.PACKED_ATTENTION
@@ -269,8 +277,7 @@ def empty_lm(config: Any) -> Any:
     note_choices(lm)
     use_correction_parameters(lm)
     use_packed_recurrence(lm)
-    if (tower := vision_tower(body_of(lm))) is not None:
-        tower.requires_grad_(False)
+    train_tower(body_of(lm), vision)
     lm.train()
     return lm
 
@@ -291,7 +298,9 @@ def _materialise(
         architectures.require_compilable(lm.config)
         require_compilable_adapters(lm)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    options.apply(lm, decoder_layers(body), ranks.device)
+    tower = vision_tower(body)
+    trained = tower if tower is not None and is_trained(tower) else None
+    options.apply(lm, decoder_layers(body), ranks.device, trained)
     for layer in decoder_layers(body):
         divided = [] if ranks.experts is None else divide_experts(layer, ranks.experts.size(-1))
         give_storage(layer, lm, ranks.device, precision.store)

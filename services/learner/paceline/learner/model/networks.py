@@ -239,7 +239,7 @@ def _own_states(
         position_ids = torch.cat([position_ids, more.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
     start, length = 0, input_ids.shape[1]
-    embedded = None if batch.images is None else embed_with_images(body, input_ids, batch.images)
+    embedded = embed_with_images(body, input_ids, batch.images)
     if context is not None:
         length //= context.size
         start = context.rank * length

@@ -99,6 +99,13 @@ def lora(value: Any, tree: Tree) -> Tree:
     }
 
 
+def vision(value: Any, tree: Tree) -> Tree:
+    """Returns what trains of a vision tower if prompts have images: all, unless verl freezes it."""
+    if tree.get("data.image_key") in (None, "images") or lora(None, tree):
+        return {}
+    return {"model.vision.train": "none" if value else "all"}
+
+
 _MEGATRON = {
     "linear_qkv": ["q_proj", "k_proj", "v_proj"],
     "linear_proj": ["o_proj"],

@@ -27,7 +27,6 @@ REST: tuple[ConversionRule, ...] = (
     only("see rollout.engine_kwargs", f"{_R}.engine_kwargs.*", neutral=(None,)),
     only("samples come from the policy's own weights", f"{_R}.quantization"),
     only("mini-batches are taken in the order of the prompts", f"{_A}.shuffle critic.shuffle"),
-    only("towers for images train; see docs/models.md", f"{_A}.freeze_vision_tower"),
     only("code of a model's repository is not run; see docs/models.md", f"{_M}.trust_remote_code"),
     only("write the template into the tokenizer's folder", f"{_M}.custom_chat_template"),
     only("name the layers that have adapters", f"{_M}.exclude_modules"),

@@ -95,6 +95,7 @@ _POLICY = (
     renamed(f"{_MODEL}.path", "model.path"),
     renamed(f"{_MODEL}.tokenizer_path", "model.tokenizer_path"),
     rule(f"{_MODEL}.lora_rank {_MODEL}.lora.rank", "`model.lora`; 0 is none", data.lora),
+    rule(f"{_ACTOR}.freeze_vision_tower", "`model.vision.train`", data.vision, default=False),
     part(f"{_MODEL}.lora_alpha", f"{_MODEL}.lora_rank", default=16),
     part(f"{_MODEL}.target_modules", f"{_MODEL}.lora_rank", default="all-linear"),
     part(f"{_MODEL}.lora.alpha", f"{_MODEL}.lora.rank", default=32),

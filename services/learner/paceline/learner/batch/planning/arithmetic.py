@@ -35,7 +35,7 @@ class Arithmetic:
         per_token: operations of all layers' matrix products.
         per_response_token: operations of the head.
         per_pair: operations of attention, times the squared length of a sequence.
-        per_patch: operations of the vision tower, which has only a forward pass.
+        per_patch: operations of the vision tower.
         per_patch_pair: operations of the tower's attention, times the squared number of a row's patches.
             Several images count as one, which overestimates a few images by some per cent.
     """

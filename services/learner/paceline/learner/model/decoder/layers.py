@@ -64,17 +64,24 @@ class LayerOptions:
         """The number of tokens of a pass must be a multiple of this."""
         return TOKEN_MULTIPLE if self.compiled else 1
 
-    def apply(self, lm: Any, layers: nn.ModuleList, device: torch.device) -> None:
+    def apply(self, lm: Any, layers: nn.ModuleList, device: torch.device, tower: Any = None) -> None:
         """Sets up recomputation and compilation for this device.
 
-        Call it before sharding, so that FSDP's hooks stay outside.
+        Call it before sharding, so that FSDP's hooks stay outside. `tower` is a vision tower that trains.
         """
         if self.compiled:
             compile_layers(layers, self.kept_share, device)
-        num_recomputed = math.ceil((1.0 - self.kept_share) * len(layers))
-        if self.kept_share == 0.0 or (num_recomputed and not self.compiled):
+        if self.kept_share == 0.0 or not self.compiled:
+            self._recompute(lm, layers)
+        if tower is not None:
+            self._recompute(tower, tower.blocks)
+
+    def _recompute(self, model: Any, layers: nn.ModuleList) -> None:
+        if num_recomputed := math.ceil((1.0 - self.kept_share) * len(layers)):
             # The last layers keep their activations, which are freed before the first recomputation.
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # Only reentrant recomputation needs inputs with gradients, which a frozen part computes in vain.
+            model.disable_input_require_grads()
             for layer in layers[num_recomputed:]:
                 layer.gradient_checkpointing = False  # type: ignore[assignment]
         if self.host_inputs is not None:

@@ -118,6 +118,7 @@ class Learner:
             random_seed=_random_seed(config),
             lora=model.lora,
             adapter_seed=seed,
+            vision=model.vision.train,
         )
         config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
         config.learner.require_experts(model.path, _num_experts(policy.lm))
