@@ -56,6 +56,7 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
         "glm4_moe",
         "glm4_moe_lite",
         "gpt_oss",
+        "llama4_text",
         "minimax_m2",
         "mixtral",
         "olmoe",

@@ -47,6 +47,7 @@ KINDS = [
     "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
+    "llama4_text",
     "minimax_m2",
     "qwen3_next",
 ]

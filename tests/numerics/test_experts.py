@@ -34,7 +34,16 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
 NUM_CORRECTIONS = {"deepseek_v3": 2, "glm4_moe": 2, "glm4_moe_lite": 2, "minimax_m2": 3}
-KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "gpt_oss", *NUM_CORRECTIONS]
+KINDS = [
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "gpt_oss",
+    "llama4_text",
+    *NUM_CORRECTIONS,
+]
 
 
 def write_model(folder: Path, kind: str) -> Any:
@@ -181,7 +190,7 @@ def test_a_correction_of_scores_is_the_same_to_the_bit_in_training_and_in_the_ex
     assert (tree["topk_method"], tree["scoring_func"]) == ("noaux_tc", "sigmoid")
 
 
-@pytest.mark.parametrize("kind", NUM_CORRECTIONS)
+@pytest.mark.parametrize("kind", ["llama4_text", *NUM_CORRECTIONS])
 def test_the_balance_of_a_router_that_scores_by_the_sigmoid(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     write_model(tmp_path, kind)
     network = load_policy(tmp_path, ranks, Precision(compute=torch.float32))

@@ -37,6 +37,7 @@ KINDS = (
     "olmoe",
     "gpt_oss",
     "minimax_m2",
+    "llama4_text",
     "qwen3_vl_moe",
 )
 LENGTH = 16
@@ -112,6 +113,7 @@ def test_adapters_are_those_that_the_learner_adds(kind: str, targets: tuple[str,
         ("deepseek_v3", {"kv_lora_rank": 256}),
         ("deepseek_v3", {"n_shared_experts": 2}),
         ("gpt_oss", {"intermediate_size": 160}),
+        ("llama4_text", {"intermediate_size": 160}),
     ],
 )
 def test_what_a_layer_keeps_grows_as_the_plan_says(
@@ -119,7 +121,11 @@ def test_what_a_layer_keeps_grows_as_the_plan_says(
 ) -> None:
     """By the tensors that autograd saves, of two models that differ in one size."""
     measured, planned = [], []
-    sparse = {"first_k_dense_replace": 0} if kind == "deepseek_v3" else {}  # experts in all layers
+    # Experts in all layers.
+    sparse = {
+        "deepseek_v3": {"first_k_dense_replace": 0},
+        "llama4_text": {"interleave_moe_layer_step": 1},
+    }.get(kind, {})
     for index, more in enumerate(({}, changes)):
         config = tiny_config(kind, **sparse, **more)
         measured.append(kept_per_token(config, tmp_path / str(index), ranks))

@@ -12,24 +12,10 @@ from paceline.learner.batch import padded
 from paceline.learner.batch.padded import MOST_SCORES, SHORT, STEP
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.decoder import attention
+from support.padded_sequences import many
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
-
-
-def many(seed: int, *, longest: int) -> tuple[list[int], list[int | None]]:
-    """Lengths and prefixes: prompts with some responses each, and sequences by themselves."""
-    rng = np.random.default_rng(seed)
-    lengths: list[int] = []
-    prefixes: list[int | None] = []
-    for _ in range(12):
-        prompt = len(lengths)
-        lengths.append(int(rng.integers(1, longest)))
-        prefixes.append(None)
-        for _ in range(int(rng.integers(0, 5))):
-            lengths.append(int(rng.integers(1, longest)))
-            prefixes.append(prompt)
-    return lengths, prefixes
 
 
 def one_by_one(inputs: list[Tensor], packed: PackedSequences, window: int | None) -> Tensor:

@@ -187,6 +187,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_vl": _IMAGE_TOKENS,
     "qwen3_vl_moe": _IMAGE_TOKENS,
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 32,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
     "minimax_m2": {"rotary_dim": 4},
 }
 
@@ -231,6 +240,8 @@ def features(model_type: str) -> str:
         "head with bias": lm.get_output_embeddings().bias is not None,
         "tied head": bool(config.tie_word_embeddings),
         "sliding windows": "sliding_attention" in windows or model_type in ("mistral", "mixtral", "phi3"),
+        "attention in chunks": "chunked_attention" in windows,
+        "layers without rotary embedding": 0 in (getattr(config, "no_rope_layers", None) or ()),
         "attention sinks": any(name.endswith(".sinks") for name, _ in lm.named_parameters()),
         "fused projections": any(
             name.endswith(("qkv_proj.weight", "mlp.gate_up_proj.weight")) for name, _ in lm.named_parameters()

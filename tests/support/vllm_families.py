@@ -25,6 +25,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
+    "intermediate_size_mlp": 160,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "vocab_size": 199,
@@ -49,6 +50,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**_LATENT, "head_dim": 64},  # of the rotary part
     "gemma4_text": {"global_head_dim": 64, "vocab_size_per_layer_input": SIZES["vocab_size"]},
     "cohere2": {"sliding_window": 32},  # no row is longer: vLLM's window is a token longer
+    "llama4_text": {"intermediate_size": 96},  # of the experts; dense layers have another
     "qwen3_5_moe": {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
     "qwen3_vl_moe": {"hidden_size": 128, "moe_intermediate_size": 64},
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
@@ -163,7 +165,7 @@ def built(folder: Path, load_format: str) -> Iterator[Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
 
-    from paceline.rollout.engines.vllm.start.arguments import latent_attention_on_cpu
+    from paceline.rollout.engines.vllm.start.arguments import latent_attention_on_cpu, llama4_attention
 
     config = EngineArgs(
         model=str(folder),
@@ -173,6 +175,7 @@ def built(folder: Path, load_format: str) -> Iterator[Any]:
         max_model_len=64,
         enforce_eager=True,
         **latent_attention_on_cpu(folder),
+        **llama4_attention(folder, on_cpu=True),
     ).create_engine_config()
     with set_current_vllm_config(config):
         _groups()

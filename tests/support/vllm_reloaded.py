@@ -76,6 +76,7 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
         WORKER_EXTENSION,
         config_overrides,
         latent_attention_on_cpu,
+        llama4_attention,
     )
 
     return LLM(
@@ -91,6 +92,7 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
         worker_extension_cls=WORKER_EXTENSION,
         hf_overrides=config_overrides(folder),
         **latent_attention_on_cpu(folder),
+        **llama4_attention(folder, on_cpu=True),
     )
 
 

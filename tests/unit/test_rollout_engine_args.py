@@ -102,6 +102,30 @@ def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding_and_the_backend_f
     assert {"compilation_config", "attention_backend"}.isdisjoint(engine_arguments(latent, on_cpu=True))
 
 
+@pytest.mark.parametrize(("tree", "is_scaled"), [({}, True), ({"attn_temperature_tuning": False}, False)])
+def test_a_llama_4_scales_queries_as_its_config_says_and_blocks_divide_its_chunks(
+    tree: dict[str, object], is_scaled: bool, tmp_path: Path
+) -> None:
+    """vLLM would decide by the length of rows."""
+    settings = config()
+    given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    for size, block_size in ((8192, 128), (96, 32), (64, 64)):
+        tree |= {"model_type": "llama4_text", "attention_chunk_size": size}
+        (tmp_path / "config.json").write_text(json.dumps(tree))
+        for on_cpu in (True, False):
+            arguments = engine_arguments(given, on_cpu=on_cpu)
+            assert arguments["override_generation_config"] == {"attn_temperature_tuning": is_scaled}
+            assert arguments.get("block_size") == (block_size if on_cpu else None)
+    (tmp_path / "config.json").write_text(json.dumps(tree | {"attention_chunk_size": 48}))
+    assert "block_size" not in engine_arguments(given, on_cpu=False)
+    with pytest.raises(
+        ConfigError, match=r"blocks of 32 tokens or more, but attention_chunk_size of .* is 48"
+    ):
+        engine_arguments(given, on_cpu=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "override_generation_config" not in engine_arguments(given, on_cpu=True)
+
+
 def test_a_model_that_takes_images_gets_them_processed_already(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
     settings = config()

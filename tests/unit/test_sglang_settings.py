@@ -175,6 +175,7 @@ def test_weights_in_mid_answer_are_refused_before_a_run_finds_no_versions() -> N
         ("qwen3_next", "a state for each sequence"),
         ("qwen2_5_vl", "prompts with images"),
         ("cohere2", "Command R7B.*sliding windows SGLang's attention does not prepare"),
+        ("llama4_text", "Llama 4, text, whose experts, queries and keys SGLang loads only"),
         ("olmo3", "OLMo 3, whose rotary parameters"),
         ("gpt_oss", "whose experts SGLang's loader writes in parts only"),
         ("hunyuan_v1_dense", "Hunyuan, dense, whose normed queries"),

@@ -264,6 +264,12 @@ def twice(model: Any, tensors: dict[str, Tensor]) -> None:
         (lambda m, t: m.weight.data[:, 1].copy_(t["a"][:, :, 0].T), (4, 4, 1), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"].transpose(0, 2)), (4, 6, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"] + 1), (4, 6, 4), "rearranged"),
+        (
+            # As Llama 4's loader permutes the rows of queries and keys.
+            lambda m, t: m.weight.data.copy_(t["a"].view(2, 2, 6, 4).transpose(0, 1).reshape(4, 6, 4)),
+            (4, 6, 4),
+            "rearranged",
+        ),
         (lambda m, t: m.weight.data.copy_(t["a"].half()), (4, 6, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"].view(4, 6, 4)), (24, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"]), (1, 6, 4), "rearranged"),

@@ -160,6 +160,24 @@ def test_names_of_the_learners_tensors_come_from_the_configuration() -> None:
     assert learner_shapes(AutoConfig.for_model("clip_vision_model")) == {}
 
 
+def test_transposed_experts_are_named_one_by_one_as_views() -> None:
+    """As vLLM's loader takes Llama 4's, besides the stacks of its checkpoints."""
+    config = tiny_config("llama4_text")
+    model = AutoModelForCausalLM.from_config(config)
+    learners = dict(model.named_parameters())
+    assert {name: tuple(tensor.shape) for name, tensor in learners.items()} == learner_shapes(config)
+    tensors = dict(checkpoint_tensors(learners.items(), model_type="llama4_text", keeps_stacks=True))
+    layer = "model.layers.1.feed_forward"
+    stack, width = learners[f"{layer}.experts.gate_up_proj"], config.intermediate_size
+    assert torch.equal(tensors[f"{layer}.experts.2.gate_proj.weight"], stack[2, :, :width].T)
+    assert torch.equal(tensors[f"{layer}.experts.2.up_proj.weight"], stack[2, :, width:].T)
+    down = tensors[f"{layer}.experts.3.down_proj.weight"]
+    assert torch.equal(down, learners[f"{layer}.experts.down_proj"][3].T)
+    assert down.data_ptr() == learners[f"{layer}.experts.down_proj"][3].data_ptr()
+    assert f"{layer}.shared_expert.gate_proj.weight" in tensors
+    assert not any(".experts.gate_up_proj" in name for name in tensors)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "minimax_m2"])
 def test_stacked_experts_become_the_tensors_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     """As transformers writes them: what vLLM's loader knows."""

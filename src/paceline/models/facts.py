@@ -31,13 +31,16 @@ class ModelFamily:
         has_all_biases: whether the output projection, routers and experts have biases, too.
         has_head_norms: whether queries and keys are normalised per head.
         has_joint_norms: whether queries and keys are normalised over all heads together.
+        has_plain_norms: whether the norms of queries and keys, if any, have no weights.
         alternates_windows: whether every second layer has no window in an engine, whatever layer_types says.
         clamps_mlp: whether an MLP clamps both of its halves, and keeps them for the backward pass.
         has_sinks: whether each attention head has a sink: the score of a token without a value.
+        has_shared_expert: whether layers with experts have one more, for all tokens, of the same width.
         weighs_shared_expert: whether the MLP that all tokens use has a weight per token, like an expert.
         multiplies_logits: whether `logits_scaling` multiplies the logits instead of dividing them.
         stored_names: parts of tensor names, as pairs: in transformers' model, in checkpoints.
         stacks_experts: whether checkpoints also store all experts of a layer in one tensor per projection.
+        holds_experts_transposed: whether an expert's matrices are (inputs, outputs) in transformers, too.
         transposes_experts: whether checkpoints store an expert's matrices transposed, (inputs, outputs).
         keys_for_engines: keys and values that engines need in config.json but transformers does not write.
         has_layers_of_own_sizes: whether layers differ in kind, or in the sizes of heads, keys or MLPs.
@@ -54,13 +57,16 @@ class ModelFamily:
     has_all_biases: bool = False
     has_head_norms: bool = False
     has_joint_norms: bool = False
+    has_plain_norms: bool = False
     alternates_windows: bool = False
     clamps_mlp: bool = False
     has_sinks: bool = False
+    has_shared_expert: bool = False
     weighs_shared_expert: bool = False
     multiplies_logits: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
     stacks_experts: bool = False
+    holds_experts_transposed: bool = False
     transposes_experts: bool = False
     keys_for_engines: tuple[tuple[str, str | float], ...] = ()
     has_layers_of_own_sizes: bool = False
@@ -105,6 +111,9 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "hunyuan_v1_dense": ModelFamily(name="Hunyuan, dense", keys_for_engines=(("use_qk_norm", True),)),
     "hyperclovax": ModelFamily(name="HyperCLOVA X", is_tested=False, multiplies_logits=True),
     "llama": ModelFamily(name="Llama", has_uniform_cache=True),
+    "llama4_text": ModelFamily(
+        name="Llama 4, text", has_plain_norms=True, has_shared_expert=True, holds_experts_transposed=True
+    ),
     "minimax_m2": ModelFamily(
         name="MiniMax-M2",
         has_joint_norms=True,

@@ -229,6 +229,7 @@ class ModelShape:
         weighs_shared: whether that MLP has a weight per token, like an expert.
         num_dense: number of layers without experts in a model with experts; their MLPs have the width
             `dense`.
+        has_plain_norms: whether queries and keys are normalised without weights.
         num_sinks: number of attention sinks (scores of tokens without a value) in a layer.
         clamps_mlp: whether an MLP keeps its clamped halves, too.
         has_all_biases: whether all projections, routers and experts have biases, not only queries, keys and
@@ -251,6 +252,7 @@ class ModelShape:
     num_dense: int = 0
     dense: int = 0
     head_norms: int = 0
+    has_plain_norms: bool = False
     num_sinks: int = 0
     clamps_mlp: bool = False
     has_all_biases: bool = False
@@ -273,16 +275,19 @@ class ModelShape:
         try:
             hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
             head_dim = int(tree.get("head_dim") or hidden // heads)
-            num_layers, dense = int(tree["num_hidden_layers"]), _number(tree, "intermediate_size")
+            num_layers = int(tree["num_hidden_layers"])
+            dense = _number(tree, "intermediate_size_mlp", "intermediate_size")
             num_experts = _number(tree, *_NUM_EXPERTS)
             inner = _number(tree, "moe_intermediate_size") if num_experts else 0
             shared = _number(tree, "n_shared_experts") * inner
             if num_experts:
                 shared = shared or _number(tree, "shared_expert_intermediate_size")
+                shared = int(tree["intermediate_size"]) if family.has_shared_expert else shared
             latent = tree.get("kv_lora_rank")
             attention_width = heads * head_dim
             kv_width = int(tree.get("num_key_value_heads") or heads) * head_dim
-            norms = 2 * head_dim if family.has_head_norms or tree.get("use_qk_norm") else 0
+            has_norms = family.has_head_norms or bool(tree.get("use_qk_norm"))
+            norms = 2 * head_dim if has_norms and not family.has_plain_norms else 0
             return cls(
                 hidden=hidden,
                 intermediate=inner or int(tree["intermediate_size"]),
@@ -300,6 +305,7 @@ class ModelShape:
                 num_dense=_num_dense(tree, num_layers) if num_experts else 0,
                 dense=dense,
                 head_norms=attention_width + kv_width if family.has_joint_norms else norms,
+                has_plain_norms=has_norms and family.has_plain_norms,
                 num_sinks=heads if family.has_sinks else 0,
                 clamps_mlp=family.clamps_mlp,
                 has_all_biases=family.has_all_biases,
@@ -367,8 +373,8 @@ class ModelShape:
         if self.latent is not None:
             attention = self.latent.activations
         else:
-            attention = 3 * self.attention_width
-            attention += 2 * (self.attention_width + self.kv_width) if self.head_norms else 0
+            attention, has_norms = 3 * self.attention_width, self.head_norms or self.has_plain_norms
+            attention += 2 * (self.attention_width + self.kv_width) if has_norms else 0
         width = self.num_chosen * self.intermediate + self.shared if self.num_experts else self.intermediate
         copies = 2 * self.num_chosen if self.num_experts else 0
         return inner * width + (states + copies) * self.hidden + attention
@@ -488,13 +494,17 @@ def _num_dense(tree: Mapping[str, Any], num_layers: int) -> int:
 def layers_with_experts(tree: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the numbers of the layers with experts in a model that has some, by its config.json.
 
-    Layers without are those that it names, the first ones (DeepSeek), or all but every n-th (Qwen).
+    It names them (Llama 4), or layers without: one by one, the first ones (DeepSeek), or all but every n-th
+    (Qwen).
     """
     tree = tree.get("text_config") or tree
     layers = range(int(tree["num_hidden_layers"]))
     if kinds := tree.get("mlp_layer_types"):
         return tuple(layer for layer in layers if kinds[layer] == "sparse")
-    first, step = _number(tree, "first_k_dense_replace"), _number(tree, "decoder_sparse_step") or 1
+    if (sparse := tree.get("moe_layers")) is not None:
+        return tuple(sparse)
+    first = _number(tree, "first_k_dense_replace")
+    step = _number(tree, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     named = set(tree.get("mlp_only_layers") or ())
     return tuple(
         layer for layer in layers if layer >= first and layer not in named and (layer + 1) % step == 0

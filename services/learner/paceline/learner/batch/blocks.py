@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -26,3 +28,32 @@ class SequenceBlock:
     def stop(self) -> int:
         """One past the last token."""
         return self.start + self.num_sequences * self.length
+
+    def chunks(self, size: int) -> Iterator[SequenceBlock]:
+        """Yields the parts of each sequence between multiples of `size`, counted from its prefix on.
+
+        A part that begins within a chunk has the chunk's earlier tokens, the prefix's end, as its prefix.
+        """
+        for start in range(self.start, self.stop, self.length):
+            position, end = self.prefix_length, self.prefix_length + self.length
+            while position < end:
+                seen = position % size
+                length = min(size - seen, end - position)
+                yield SequenceBlock(
+                    start=start + position - self.prefix_length,
+                    num_sequences=1,
+                    length=length,
+                    prefix_start=self.prefix_start + position - seen if seen else 0,
+                    prefix_length=seen,
+                )
+                position += length
+
+
+def merged_blocks(blocks: Sequence[SequenceBlock]) -> tuple[SequenceBlock, ...]:
+    """Merges neighbours of equal length and prefix into one run."""
+    merged = []
+    for _, run in groupby(blocks, lambda block: (block.length, block.prefix_start, block.prefix_length)):
+        first, *others = run
+        count = first.num_sequences + sum(block.num_sequences for block in others)
+        merged.append(replace(first, num_sequences=count))
+    return tuple(merged)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.teacher_top_k import TeacherTopK
 from paceline.core.samples.trajectory import Float32Array, Int32Array, UInt8Array
-from paceline.learner.batch.blocks import SequenceBlock
+from paceline.learner.batch.blocks import SequenceBlock, merged_blocks
 from paceline.learner.batch.chained import ChainedSequences
 from paceline.learner.batch.padded import PaddedSequences
 from paceline.learner.batch.row_index import RowIndex
@@ -93,7 +93,7 @@ class PrefixedKeys:
 # Not a dataclass: FSDP would copy it with all its contents before every layer, and torch 2.11 would guard
 # compiled layers on every field of a frozen one.
 class PackedSequences:
-    """Where the sequences of a packed row begin. Immutable, except that it caches its padded batches.
+    """Where the sequences of a packed row begin. Immutable, except that it caches what it derives.
 
     A sequence may have another one as its prefix: its tokens also see the prefix's tokens, as if they
     followed them.
@@ -105,7 +105,17 @@ class PackedSequences:
         context: the ranks that share these tokens, each with its own part; None for one rank.
     """
 
-    __slots__ = ("_chained", "_padded", "blocks", "context", "cu_seqlens", "keys", "max_length")
+    __slots__ = (
+        "_chained",
+        "_chunked",
+        "_padded",
+        "_positions",
+        "blocks",
+        "context",
+        "cu_seqlens",
+        "keys",
+        "max_length",
+    )
 
     def __init__(
         self,
@@ -120,6 +130,26 @@ class PackedSequences:
         self.keys, self.context = keys, context
         self._padded: PaddedSequences | None = None
         self._chained: ChainedSequences | None = None
+        self._chunked: PackedSequences | None = None
+        self._positions: Tensor | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """The number of tokens of the longest sequence together with its prefix."""
+        return max(block.prefix_length + block.length for block in self.blocks)
+
+    @property
+    def positions(self) -> Tensor:
+        """(T,) int64, the place of each token in its sequence, after the prefix; made on first use."""
+        if self._positions is None:
+            parts = [
+                torch.arange(block.prefix_length, block.prefix_length + block.length).repeat(
+                    block.num_sequences
+                )
+                for block in self.blocks
+            ]
+            self._positions = torch.cat(parts).to(self.cu_seqlens.device, non_blocking=True)
+        return self._positions
 
     @property
     def padded(self) -> PaddedSequences:
@@ -137,6 +167,22 @@ class PackedSequences:
         if self._chained is None:
             self._chained = ChainedSequences.of(self.blocks, taps, self.cu_seqlens.device)
         return self._chained
+
+    def in_chunks(self, size: int) -> PackedSequences:
+        """Returns the sequences cut at every `size` positions, made on first use.
+
+        A token of the result sees those before it in its own chunk. Where a prefix ends within a chunk, the
+        chunk's part of it is the prefix.
+
+        Args:
+            size: positions of a chunk, the same in all layers.
+        """
+        if self.num_positions <= size:
+            return self
+        if self._chunked is None:
+            chunks = [chunk for block in self.blocks for chunk in block.chunks(size)]
+            self._chunked = PackedSequences.of_blocks(merged_blocks(chunks), self.cu_seqlens.device)
+        return self._chunked
 
     def for_pass(self, context: RankGroup | None) -> PackedSequences:
         """Returns the same sequences for one pass through the model; padded batches are freed after it."""
@@ -158,23 +204,27 @@ class PackedSequences:
             prefixes: for each sequence, the index of the earlier sequence that is its prefix (and has no
                 prefix itself), or None. Empty: no sequence has a prefix.
         """
-        prefixes = prefixes or [None] * len(lengths)
-        starts = _offsets(lengths)
-        blocks, first = [], 0
-        for (length, prefix), run in groupby(zip(lengths, prefixes, strict=True)):
-            block = SequenceBlock(
-                start=starts[first],
-                num_sequences=len(list(run)),
+        starts, prefixes = _offsets(lengths), prefixes or [None] * len(lengths)
+        blocks = [
+            SequenceBlock(
+                start=start,
+                num_sequences=1,
                 length=length,
                 prefix_start=0 if prefix is None else starts[prefix],
                 prefix_length=0 if prefix is None else lengths[prefix],
             )
-            blocks.append(block)
-            first += block.num_sequences
+            for start, length, prefix in zip(starts, lengths, prefixes, strict=False)
+        ]
+        return cls.of_blocks(merged_blocks(blocks), device)
+
+    @classmethod
+    def of_blocks(cls, blocks: tuple[SequenceBlock, ...], device: torch.device) -> PackedSequences:
+        """Makes the sequences of these runs, which lie one after another."""
+        lengths = [block.length for block in blocks for _ in range(block.num_sequences)]
         return cls(
-            cu_seqlens=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+            cu_seqlens=torch.tensor(_offsets(lengths), dtype=torch.int32).to(device, non_blocking=True),
             max_length=max(lengths),
-            blocks=tuple(blocks),
+            blocks=blocks,
             keys=_prefixed_keys(blocks, device) if any(block.prefix_length for block in blocks) else None,
         )
 

@@ -36,6 +36,14 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
             f"layer_types of this {config.model_type} do not alternate between {kinds[0]} and {kinds[1]}, "
             "as engines assume, so the engine's log-probs would differ; take a model where they do"
         )
+    if config.model_type == "llama4":
+        raise ModelError(
+            "llama4 takes images, too, and Paceline trains only its text model; write that to a folder of "
+            "its own with transformers' AutoModelForCausalLM (from_pretrained, then save_pretrained), with "
+            "the tokenizer's files, and set model.path to it"
+        )
+    if config.model_type == "llama4_text":
+        _require_layers_of_engines(config)
     if config.model_type in ARCHITECTURES or trust_architecture:
         return
     raise ModelError(
@@ -43,6 +51,29 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
         "(docs/models.md); use one of those, or set model.trust_architecture: true: it is then "
         "accepted if its self-test passes"
     )
+
+
+def _require_layers_of_engines(config: Any) -> None:
+    """Refuses a Llama 4 that engines would compute in another way, as they do not read all its settings.
+
+    Raises:
+        ModelError: names the setting.
+    """
+    step, num_layers = config.interleave_moe_layer_step, config.num_hidden_layers
+    wrong = {
+        "num_experts_per_tok": config.num_experts_per_tok != 1,
+        "attention_bias": config.attention_bias,
+        "moe_layers": list(config.moe_layers) != [*range(num_layers)[step - 1 :: step]],
+        "layer_types": [kind == "chunked_attention" for kind in config.layer_types]
+        != [bool(rotates) for rotates in config.no_rope_layers],
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ModelError(
+            f"{config.model_type} with {name}={getattr(config, name)}: engines take it for granted that a "
+            "token has one expert, that projections have no bias, that experts are in every "
+            "interleave_moe_layer_step-th layer and chunks in those with rotary embedding, so the engine's "
+            "log-probs would differ; take a model of which this is true, like the published ones"
+        )
 
 
 def require_text_alone(config: Any) -> None:

@@ -36,6 +36,7 @@ from paceline.learner.model.decoder.experts import (
     use_float32_routers,
 )
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
+from paceline.learner.model.decoder.llama4 import use_packed_llama4
 from paceline.learner.model.decoder.recurrence import use_packed_recurrence
 from paceline.learner.model.image_states import is_trained, train_tower, vision_tower
 from paceline.learner.model.lora import B, add_adapters, is_adapter, require_compilable_adapters
@@ -273,6 +274,7 @@ def empty_lm(config: Any, vision: TrainedVision = "none") -> Any:
             f"model_type {config.model_type!r} is no causal language model with exchangeable attention "
             f"({type(error).__name__}: {error}); use one of the architectures of docs/models.md"
         ) from error
+    use_packed_llama4(lm)
     use_float32_routers(lm)
     note_choices(lm)
     use_correction_parameters(lm)

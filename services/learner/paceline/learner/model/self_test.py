@@ -37,18 +37,27 @@ TOLERANCE = 1e-4
 
 _LENGTHS = ((3, 2), (9, 4), (5, 6), (5, 6), (14, 10))
 _WINDOW = 8
+_CHUNK = 32
+"""Blocks of keys and values in an engine, into which a chunk is divided, are no smaller on a CPU."""
+_BEYOND_CHUNK = (30, 10)
+"""Prompt and response of one more row, for a model with chunks."""
 _SMALL = {
     "vocab_size": 256,
     "vocab_size_per_layer_input": 256,
     "intermediate_size": 128,
+    "intermediate_size_mlp": 128,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "sliding_window": _WINDOW,
-    "attention_chunk_size": _WINDOW,
+    "attention_chunk_size": _CHUNK,
+    "floor_scale": _WINDOW,
     "first_k_dense_replace": 1,
     "decoder_sparse_step": 1,
 }
-"""Upper bounds for sizes that do not affect the test, and for windows, which the test's rows exceed."""
+"""Upper bounds for sizes that do not affect the test, and for windows and the like, which its rows exceed."""
+
+_NOT_BY_LAYER = ("token_id", "moe_layers")
+"""Ends of names of lists that have no entry per layer, however long they are."""
 
 _NUM_FEATURES = 2
 """Number of the tower's layers, all of which give states to the decoder if the model has DeepStack."""
@@ -183,14 +192,17 @@ def shrink(config: Any) -> Any:
     per_layer = {
         name: list(value)
         for name, value in vars(text).items()
-        if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith("token_id")
+        if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith(_NOT_BY_LAYER)
     }
     shares_keys = num_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)  # first to share keys
+    sparse = getattr(text, "moe_layers", None)
     sorts: dict[tuple[str, ...], int] = {}
     for layer in range(num_layers):
-        sort = (str(layer >= shares_keys), *(repr(values[layer]) for values in per_layer.values()))
-        sorts.setdefault(sort, layer)
+        own = (str(layer >= shares_keys), str(sparse is None or layer in sparse))
+        sorts.setdefault((*own, *(repr(values[layer]) for values in per_layer.values())), layer)
     chosen = sorted(sorts.values())
+    if sparse is not None:  # engines count layers to tell those with experts
+        chosen = list(range(chosen[-1] + 1))
     while len(chosen) < min(_least_layers(config), num_layers):
         chosen.append(chosen[-1])
     for name, values in per_layer.items():
@@ -225,6 +237,8 @@ def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
         first = text.num_hidden_layers - num_shared
         text.num_kv_shared_layers = sum(layer >= first for layer in chosen)
     own = text.to_dict().get("per_layer_config") or {}
+    if sparse := getattr(text, "moe_layers", None):
+        text.moe_layers = [new for new, layer in enumerate(chosen) if layer in sparse]
     text.num_hidden_layers = len(chosen)
     if own:
         own = {int(layer): values for layer, values in own.items()}
@@ -279,6 +293,7 @@ def _reference(lm: Any, config: Any) -> Any:
 
 def _rows(config: Any) -> list[PackedRow]:
     rng, vocab_size = np.random.default_rng(0), config.get_text_config().vocab_size
+    lengths = (*_LENGTHS, _BEYOND_CHUNK) if getattr(config, "attention_chunk_size", None) else _LENGTHS
     has_images = family_of(config.model_type).takes_images
     if has_images:
         vocab_size = config.video_token_id  # below the ids of images
@@ -290,7 +305,7 @@ def _rows(config: Any) -> list[PackedRow]:
             response_mask=np.ones(response, np.uint8),
             response_log_probs=np.zeros(response, np.float32),
         )
-        for index, (prompt, response) in enumerate(_LENGTHS)
+        for index, (prompt, response) in enumerate(lengths)
     ]
     return [_with_images(row, config, rng) for row in rows] if has_images else rows
 

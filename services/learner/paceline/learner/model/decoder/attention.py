@@ -11,6 +11,9 @@ Responses may share a prompt, which is then their prefix: its states, keys and v
 response's queries run against the prompt's keys and its own, side by side. With fewer queries than keys, the
 last query belongs to the last key, in kernels and formula alike.
 
+Llama 4's layers with chunks see the packed row cut at multiples of the chunk's size, as if each chunk were a
+sequence; its layers without rotary embedding scale queries by their positions.
+
 Where ranks share the tokens, each rank computes the attention of some heads, see
 `paceline.learner.distributed.context`.
 """
@@ -81,7 +84,8 @@ def packed_attention(
     """Computes causal attention within each packed sequence.
 
     Args:
-        module: the attention layer (unused; transformers passes it).
+        module: the attention layer; `chunk_size` and `temperature` are read if it has them, see
+            `paceline.learner.model.decoder.llama4`.
         query: (1, H, T, D), with T the tokens of this rank.
         key: (1, G, T, D) with G dividing H (grouped-query attention).
         value: like key, but D may differ.
@@ -111,6 +115,10 @@ def packed_attention(
     if group is not None:
         q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(group.size)[group.rank]
+    if (temperature := getattr(module, "temperature", None)) is not None:
+        q = temperature.scaled(q, packed)
+    if chunk_size := getattr(module, "chunk_size", None):
+        packed = packed.in_chunks(chunk_size)
     if s_aux is None and _has_kernel(q, k, v, sliding_window, softcap):
         out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
     elif softcap is not None or s_aux is not None:

@@ -108,9 +108,9 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
-    scores, even for routers that score by sigmoid (those with a correction). A layer that the backward pass
-    repeats records nothing the second time. The layer must save the same tensors as the first time, so
-    recording computes no new ones.
+    scores, even for routers that score by sigmoid (those with a correction, and Llama 4's). A layer that the
+    backward pass repeats records nothing the second time. The layer must save the same tensors as the first
+    time, so recording computes no new ones.
     """
     noting: list[Any] = [*routers(lm)]
     choices: list[tuple[Tensor, Tensor]] = []
@@ -119,10 +119,11 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     try:
         yield choices
     finally:
-        is_sigmoid = any(name.endswith(corrections.PARTS) for name, _ in lm.named_parameters())
+        is_corrected = any(name.endswith(corrections.PARTS) for name, _ in lm.named_parameters())
         for router in noting:
             if router.choice is not None:
                 logits, indices = router.choice
+                is_sigmoid = is_corrected or getattr(router, "is_sigmoid", False)
                 choices.append((F.logsigmoid(logits) if is_sigmoid else logits, indices))
             router.notes_choice, router.choice = False, None
 

@@ -135,6 +135,7 @@ UNSUITED: Final = {
     "glm": "whose matrices SGLang, without a model of its own for them, cannot split",
     "gpt_oss": "whose experts SGLang's loader writes in parts only, so that a push cannot fill them",
     "hunyuan_v1_dense": "whose normed queries SGLang's attention gives back in another shape",
+    "llama4_text": "whose experts, queries and keys SGLang loads only into the model with images",
     "olmo3": "whose rotary parameters SGLang does not keep from config.json",
     "phi": "whose head has a bias, which SGLang leaves out",
 }

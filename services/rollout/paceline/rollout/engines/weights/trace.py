@@ -35,6 +35,7 @@ Places = dict[str, tuple[int, torch.Size, torch.dtype]]
 _MADE = "it is made from loaded weights"
 _COPY = torch.ops.aten.copy_.default
 _ZERO = torch.ops.aten.zero_.default
+_VIEW_OF_COPY = torch.ops.aten._unsafe_view.default
 _ALIASES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OVERWRITES = (
     _COPY,
@@ -238,6 +239,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
             return args[0]
         if func in _ALIASES and args[0].is_meta and _holds(kwargs.get("dtype"), args[0].dtype):
             return args[0].view_as(args[0])
+        if func is _VIEW_OF_COPY and args[0].is_meta and not args[0].is_contiguous():
+            return self._view_of_copy(args[0], args[1])
         if func is _ZERO and args[0].is_meta and _is_whole(args[0]):
             # If two ranks sum their results, the second adds no bias.
             self._zeros.add(_storage(args[0]))
@@ -251,6 +254,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
         if not written and _computes(func) and self._reads_loaded(func, args, kwargs):
             self._note_computed(func, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         return result
+
+    def _view_of_copy(self, alias: Tensor, shape: Any) -> Tensor:
+        """Returns a view of a copy, which is an alias here; another tensor if the alias has no such view."""
+        with contextlib.suppress(RuntimeError):
+            return alias.view(shape)
+        rearranged = alias.contiguous().view(shape)
+        self._note_computed("a permutation of rows or columns", [rearranged])
+        return rearranged
 
     def _reads_loaded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         values = tree_leaves((args[1:] if func in _OVERWRITES else args, kwargs))

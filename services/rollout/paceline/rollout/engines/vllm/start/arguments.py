@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
-from paceline.models.facts import family_in, family_of
+from paceline.models.facts import config_tree, family_in, family_of
 from paceline.models.model_shape import ModelShape
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.start import refusals
@@ -78,6 +79,7 @@ def engine_arguments(
         arguments[refusals.CHOICES] = True
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
+    arguments |= llama4_attention(Path(model.path), on_cpu=on_cpu)
     if on_cpu:
         arguments |= _cpu_arguments(config) | latent_attention_on_cpu(Path(model.path)) | cpu_cache(config)
     else:
@@ -119,6 +121,22 @@ def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         "attention_backend": "CPU_MLA",
     }
+
+
+def llama4_attention(folder: Path, *, on_cpu: bool) -> dict[str, Any]:
+    """Returns arguments for Llama 4; {} for other models.
+
+    vLLM decides by the length of rows whether queries are scaled by their positions, unless a generation
+    configuration says it. A chunk must be a multiple of the KV cache's block.
+    """
+    tree = config_tree(folder)
+    if tree.get("model_type") != "llama4_text":
+        return {}
+    is_scaled = bool(tree.get("attn_temperature_tuning", True))
+    arguments: dict[str, Any] = {"override_generation_config": {"attn_temperature_tuning": is_scaled}}
+    if on_cpu and (size := tree.get("attention_chunk_size")):
+        arguments["block_size"] = math.gcd(int(size), _CPU_BLOCK)
+    return arguments
 
 
 def layers_with_states(folder: Path) -> dict[str, Any]:

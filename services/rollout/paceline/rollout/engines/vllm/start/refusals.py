@@ -7,11 +7,14 @@ from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.models.facts import family_in
+from paceline.models.facts import config_tree, family_in
 from paceline.rollout.engines import argument_rules as rules
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM silently raises smaller temperatures to this value, but the learner would use the given one."""
+
+CPU_BLOCK_STEP: Final = 32
+"""Blocks of the KV cache have a multiple of this number of tokens on a CPU."""
 
 CHOICES: Final = "enable_return_routed_experts"
 """The argument with which vLLM returns the choices of experts"""
@@ -151,5 +154,11 @@ def check_on_cpu(config: RunConfig) -> None:
         raise ConfigError(
             "vLLM's build for the CPU computes layers with a state only in bfloat16, but model.dtype is "
             f"{model.dtype}; set model.dtype: bfloat16"
+        )
+    size = config_tree(model.path).get("attention_chunk_size")
+    if size and size % CPU_BLOCK_STEP:
+        raise ConfigError(
+            f"vLLM's build for the CPU divides chunks of attention into blocks of {CPU_BLOCK_STEP} tokens or "
+            f"more, but attention_chunk_size of {model.path} is {size}; take a model with a multiple of it"
         )
     rules.refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
