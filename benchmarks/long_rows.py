@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,29 @@ async def print_awaited(part: str, act: Callable[[], Awaitable[object]], repeats
         await act()
     print(f"| {part} | {1e3 * (time.process_time() - began) / repeats:.2f} |")
     print(f"| {part}, Redis | {1e3 * (cpu_seconds([pid]) - server) / repeats:.2f} |", flush=True)
+
+
+async def store_rows(folder: Path, tokens: int, repeats: int) -> None:
+    """Prints the rows of the broker with a blob store; Redis is then the store."""
+    message = answer(wire.decode_prompt_group(prompt_group(1, 1, tokens)))[0]
+    ((key, blob),) = message.blobs.items()
+    key = key.replace(":blob:", ":blob@0:")
+    message = replace(message, blobs={key: blob})
+    with (
+        RedisServer.start(folder / "broker") as server,
+        RedisServer.start(folder / "store", is_durable=False) as store,
+    ):
+        broker = open_broker(server.url, stores=[store.url])
+        append = "rollout: append, its blob in a store"
+        before = cpu_seconds([server.pid])
+        await print_awaited(append, lambda: broker.append([message]), repeats, store.pid)
+        used = 1e3 * (cpu_seconds([server.pid]) - before) / (repeats + 1)
+        print(f"| {append}, the broker's Redis | {used:.2f} |")
+        fetch = "reward: fetch the blob from a store"
+        await print_awaited(fetch, lambda: broker.get_blobs([key]), repeats, store.pid)
+        with BlobClient(server.url, stores=[store.url]) as client:
+            print_row("learner: fetch the blob from a store", lambda: client.get([key]), repeats)
+        await broker.close()
 
 
 async def broker_rows(folder: Path, tokens: int, repeats: int) -> None:
@@ -86,14 +110,14 @@ def main() -> int:
     print_row("rollout, reward, learner: digest", lambda: wire.blob_digest(blob), args.repeats)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(broker_rows(Path(folder), args.tokens, args.repeats))
+        asyncio.run(store_rows(Path(folder), args.tokens, args.repeats))
         tokenizer = load_tokenizer(prepare(Path(folder), 8) / "model")
     drawn = np.random.default_rng(0).integers(5, 260, args.tokens, dtype=np.int32)
     ids, decoder = drawn.tolist(), fast_decoder(tokenizer)
-    print_row("reward: ids as a list", drawn.tolist, args.repeats)
     few = max(1, args.repeats // 5)
     print_row("reward: text, by the tokenizer", lambda: tokenizer.decode(ids, skip_special_tokens=True), few)
-    print_row("reward: text, by tables", lambda: decoder.decode(ids, skip_special_tokens=True), few)
-    text = decoder.decode(ids, skip_special_tokens=True)
+    print_row("reward: text, by tables", lambda: decoder.decode(drawn, skip_special_tokens=True), few)
+    text = decoder.decode(drawn, skip_special_tokens=True)
     print_row("reward: check of the text", lambda: encodable(text), args.repeats)
     return 0
 

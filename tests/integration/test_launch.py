@@ -114,6 +114,22 @@ def test_the_data_of_the_runs_redis_server_goes_unless_the_run_failed(
     assert (redis / "redis.log").is_file()
 
 
+@pytest.mark.redis
+def test_the_controller_is_told_of_the_runs_blob_stores(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    text = f"import os, sys; open({str(told)!r}, 'w').write(os.environ['PACELINE_BLOB_STORES']); sys.exit(2)"
+    run = Run(tmp_path, "", {}, controller=[sys.executable, "-c", text], broker=None, stores=2)
+    assert not run.finish()[0]
+    stores = told.read_text().split()
+    assert len(set(stores)) == 2
+    for number, url in enumerate(stores):
+        log = (run.run_dir / f"blob-store-{number}" / "redis.log").read_text()
+        assert url.startswith("redis://:")
+        assert f":{url.rpartition(':')[2].partition('/')[0]}" not in url.partition("@")[0]
+        assert "Ready to accept connections" in log
+        assert not list((run.run_dir / f"blob-store-{number}").glob("appendonly*"))
+
+
 def test_a_controller_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
     line = "2026-01-01T00:00:00.000Z ERROR controller paceline.x: fatal: port 7000 is taken"
     text = f"import sys; print({line!r}, file=sys.stderr); sys.exit(1)"

@@ -46,6 +46,29 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     run.finish()
 
 
+@pytest.mark.redis
+def test_a_killed_blob_store_comes_back_empty_and_a_run_goes_on_without_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": WELL}, broker=None, stores=1, max_restarts=1)
+    run.wait_for_state("running")
+    first = run.pids["blob-store-0"]
+    settings = {name: (run.run_dir / name / "redis.conf").read_text() for name in ("redis", "blob-store-0")}
+    assert "appendonly yes" in settings["redis"]
+    assert "appendonly no" in settings["blob-store-0"]
+    limits = [re.findall(r"maxmemory (\d+)", text)[0] for text in settings.values()]
+    assert limits[0] == limits[1]
+    assert 2 * int(limits[0]) <= psutil.virtual_memory().total / 4 + 2**20
+    os.kill(first, signal.SIGKILL)
+    assert "the run's blob store 0 ended unexpectedly (killed by SIGKILL)" in run.read_until(
+        "starting it again"
+    )
+    run.wait_for_another_pid("blob-store-0", first)
+    os.kill(run.pids["blob-store-0"], signal.SIGKILL)
+    assert "was started again 1 time" in run.read_until("the run goes on without it")
+    assert [end.name for end in process_ends.read(run.run_dir)] == ["blob-store-0"] * 2
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
 @pytest.mark.parametrize("what_ends", ["process", "connection"])
 def test_the_end_of_a_process_on_another_host_is_reported_with_its_start(
     tmp_path: Path, what_ends: str

@@ -38,7 +38,8 @@ if "free" in job:
     shutil.disk_usage = lambda folder: SimpleNamespace(free=job["free"])
 tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
         "reward": {"functions": [{"name": "exact_match"}], "models": job.get("models", [])},
-        "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": job.get("broker", "redis://127.0.0.1:1/0")},
+        "trainer": {"total_steps": 2, "run_dir": job["run_dir"]},
+        "broker": {"url": job.get("broker", "redis://127.0.0.1:1/0"), "blob_stores": job.get("stores", 0)},
         "service": {"startup_timeout_s": 400, "shutdown_timeout_s": job["budget_s"],
                     "max_restarts": job.get("max_restarts", 2), "suspect_after_s": 1,
                     "dead_after_s": job.get("dead_after_s", 30)}}

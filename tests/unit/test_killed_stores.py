@@ -14,15 +14,20 @@ import pytest
 from unit.test_empty_broker import CHANGES, ROLLBACK, check, emptying, moments, quick, rolled_back
 
 from paceline.broker import names
+from paceline.controller.verify.check import verify
 from paceline.core.errors import RewardErrorKind
 from support.faulty_fleet import FaultyFleet, nothing
+from support.sequencer_run import config
 
 __all__ = ["quick"]
 
 
-def fleet_of(folder: Path) -> FaultyFleet:
+BOUNDED = {"barrier__mode": "bounded", "barrier__max_staleness": 1, "trainer__save_freq": 4}
+
+
+def fleet_of(folder: Path, **changes: Any) -> FaultyFleet:
     """A fleet with two stores."""
-    fleet = rolled_back(FaultyFleet(folder, CHANGES | ROLLBACK))
+    fleet = rolled_back(FaultyFleet(folder, CHANGES | ROLLBACK | changes))
     fleet.services.stores, fleet.broker.has_stores = ("0", "1"), True
     return fleet
 
@@ -57,6 +62,28 @@ async def test_a_store_dies_at_any_event(killed: str, tmp_path: Path) -> None:
         assert all(int(e["id"].split(":")[2]) % 2 == 0 for e in lost), what
     assert num_lost
     assert bool(num_again) is (killed != "then")
+
+
+@pytest.mark.parametrize("killed", ["never", "then"])
+async def test_a_store_dies_while_a_later_step_is_sampled(killed: str, tmp_path: Path) -> None:
+    """Lost samples of weights that nobody has any more make the step begin again with newer ones."""
+    calm, events = fleet_of(tmp_path / "calm", **BOUNDED), list[dict[str, Any]]()
+    assert await calm.live(lambda it, event: events.append(event))
+    num_lost = num_again = 0
+    for number in moments(events)[::2]:
+        fleet = fleet_of(tmp_path / f"{number}", **BOUNDED)
+        what = f"{killed}, store lost after {number}: {events[number]}"
+        lose = functools.partial(fleet.lose_store, "0")
+        assert await fleet.live(emptying(lose, number, killed)) is (killed == "never"), what
+        assert killed == "never" or await fleet.live(nothing), what
+        (fleet.folder / "config.resolved.yaml").write_text(config(**fleet.changes).model_dump_json())
+        findings = verify(fleet.folder)
+        assert [str(breach) for breach in findings.breaches] == [], what
+        assert findings.counts["steps finished"] == 3, what
+        num_lost += count(fleet, "trajectory", verdict="lost")
+        num_again += count(fleet, "recollect")
+    assert num_again
+    assert bool(num_lost) is (killed == "then")
 
 
 async def test_samples_that_were_lost_before_they_were_scored_come_again(tmp_path: Path) -> None:
