@@ -75,6 +75,7 @@ def test_the_loss_is_the_answers_mean_negative_log_prob_and_falls(
         losses += (-log_probs.gather(-1, ids[len(pair.prompt) :, None])).flatten().tolist()
     network = load_policy(model, ranks, Precision(compute=torch.float32))
     trainer = SftTrainer(config_of(model, tmp_path).sft, network, ranks)
+    assert trainer.loss(pairs) == pytest.approx(np.mean(losses), rel=1e-5)
     seen = [trainer.step(step, pairs) for step in range(1, 31)]
     assert seen[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert seen[-1]["loss"] < 0.1 * seen[0]["loss"]
