@@ -105,7 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = RankEnvironment.read()
     device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", environment.local_rank)
     store = open_store(environment, WAIT_S)
-    ranks = form_group(environment, store, device, WAIT_S, context=args.context, fsdp_size=args.fsdp_size)
+    ranks = form_group(
+        environment,
+        store,
+        device,
+        WAIT_S,
+        context=args.context,
+        fsdp_size=args.fsdp_size,
+        expert=args.experts,
+    )
     rows, norms, seconds = [], [], []
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -151,6 +159,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--context", type=int, default=1, help="ranks that share each row, in eager forms")
     parser.add_argument("--fsdp-size", type=int, help="ranks that share a copy of the weights; default: all")
+    parser.add_argument(
+        "--experts", type=int, default=1, help="ranks over which experts are divided, in eager forms"
+    )
     parser.add_argument(
         "--kernels", type=int, default=0, help="list this many kernels of a last step of rank 0"
     )
@@ -219,6 +230,7 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
             "world_size": ranks.world.size,
             "context_parallel": args.context,
             "fsdp_size": args.fsdp_size,
+            "expert_parallel": args.experts,
         },
     }
     return parse(RunConfig, with_overrides(tree, args.overrides))

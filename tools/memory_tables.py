@@ -85,6 +85,11 @@ expected for answers of their length, and where to look if a phase is slower by 
   numbers of one rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). If all parameters are trained, rows
   of 131,072 tokens [train on two H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) for a 3B
   model, and on four for 7B. At 32,768 tokens, shared rows take 5.7 % longer than rows on one rank.
+- **Experts that are too large to gather**: with `learner.expert_parallel: 2`, two ranks divide the experts of
+  each layer. A rank gathers half of them, and tokens go to the ranks of their experts and back. It gives [the
+  numbers of gathered experts](decisions/0042-experts-are-divided-over-ranks.md) and can be combined with
+  `learner.fsdp_size`, `learner.context_parallel`, adapters and `actor.router_replay`, but layers are not
+  compiled. The plan assumes that all ranks get as many tokens. It has not been timed on GPUs.
 - **32B on four GPUs of 141 GiB**: with `placement: colocated`, learner and engines take turns, and the
   averages are in host memory. By the plan, a GPU needs 86 GiB in an update and 118 while 128 sequences of 512
   tokens are generated; the host keeps 262 GB of averages. [It was

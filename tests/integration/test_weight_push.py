@@ -37,9 +37,9 @@ async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
     return generated
 
 
-def start_learners(config: Any) -> LearnerGroup:
+def start_learners(config: Any, **sizes: int) -> LearnerGroup:
     plain = {key: value for key, value in config.to_dict().items() if key != "architectures"}
-    return LearnerGroup(plain, size=2)
+    return LearnerGroup(plain, **({"size": 2} | sizes))
 
 
 @pytest.mark.parametrize(("tp", "kv_heads", "tied"), [(1, 2, False), (2, 1, True)])
@@ -80,6 +80,32 @@ async def test_a_push_makes_the_engine_the_learners_policy(
             assert disagreement(sent_3, received_3.reports) is None
             assert model_digest(received_3.reports) == model_digest([sent_2])
             await engine.leave()
+    finally:
+        learners.close()
+
+
+@pytest.mark.more
+async def test_learners_that_divide_experts_push_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four experts each of four ranks has one, in the order 0, 2, 1, 3."""
+    from support.push_models import save_config, tiny_moe_config
+
+    config = tiny_moe_config()
+    save_config(config, tmp_path)
+    learners = start_learners(config, size=4, expert=2)
+    try:
+        name = "model.layers.1.mlp.experts.down_proj"
+        parts = [part for layout in learners.layouts() for part in layout.slices if part.name == name]
+        assert [part.box.start[0] for part in parts] == [0, 2, 1, 3]
+        async with running_engine(tmp_path, 1, monkeypatch) as engine:
+            await join(learners, engine, epoch=1, round_bytes=30_000)
+            for version in (1, 2):
+                learners.call("set_seed", version)
+                sent, received, _ = await push(learners, engine, version)
+                assert disagreement(sent, received.reports) is None
+                assert model_digest([sent]) == model_digest(received.reports)
+                await check_policy(engine, config, seed=version)
     finally:
         learners.close()
 

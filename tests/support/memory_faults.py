@@ -14,8 +14,7 @@ import torch
 
 from paceline.algorithms.policy_losses import LossInputs, LossOutputs
 from paceline.algorithms.statistics import masked_mean
-from paceline.learner.distributed.catching_up import CountedExperts
-from paceline.learner.distributed.mesh import Route
+from paceline.learner.distributed.mesh import room_for
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train.state.learner import Learner
@@ -43,15 +42,14 @@ class _Failing(torch.autograd.Function):
 
 @contextmanager
 def failing_to_send(due: Callable[[], bool]) -> Iterator[None]:
-    """Runs out of memory where tokens are sent to the ranks of their experts."""
-    honest = CountedExperts.exchange_rows
+    """Runs out of memory where there would have to be room for tokens of other ranks."""
 
-    def send(self: CountedExperts, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    def room(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
         if due():
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
-        return honest(self, rows, route)
+        return room_for(rows, num_rows)
 
-    with patch.object(CountedExperts, "exchange_rows", send):
+    with patch("paceline.learner.distributed.catching_up.room_for", room):
         yield
 
 

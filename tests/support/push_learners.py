@@ -27,15 +27,16 @@ class LearnerGroup:
     """Starts `size` processes; every call goes to all of them and returns their answers by rank.
 
     On "cuda" each process uses the GPU of its rank, and is no fork of one that has imported torch.
+    `expert` of them have different experts.
     """
 
-    def __init__(self, config: dict[str, Any], size: int, device: str = "cpu") -> None:
+    def __init__(self, config: dict[str, Any], size: int, device: str = "cpu", expert: int = 1) -> None:
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[str]] = []
         for rank in range(size):
             ours, theirs = socket.socketpair()
-            arguments = [json.dumps(argument) for argument in (config, rank, size, port, device)]
+            arguments = [json.dumps(argument) for argument in (config, rank, size, port, device, expert)]
             with theirs:
                 self._processes.append(_started(["-c", _PROGRAM, *arguments], theirs.fileno(), device))
             self._pipes.append(Connection(ours.detach()))
@@ -80,7 +81,7 @@ class LearnerGroup:
 
 
 class _Learner:
-    def __init__(self, config: dict[str, Any], rank: int, size: int, device: str) -> None:
+    def __init__(self, config: dict[str, Any], rank: int, size: int, device: str, expert: int) -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -94,9 +95,30 @@ class _Learner:
         self._model = seeded_model(self._config, seed=0).to(self._device)
         mesh = init_device_mesh(device, (size,))
         for layer in self._model.model.layers:
+            if expert > 1:
+                self._divide_experts(
+                    layer,
+                    init_device_mesh(device, (size // expert, expert), mesh_dim_names=("shard", "expert")),
+                )
             fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
         self._publisher = WeightPublisher(self._model, self._device)
+
+    def _divide_experts(self, layer: Any, mesh: Any) -> None:
+        """As the learner does, before it has read the weights."""
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+
+        from paceline.learner.model.architectures import stacks_of
+        from paceline.learner.model.decoder.expert_parallel import spread_experts
+
+        for experts in [module for module in layer.modules() if stacks_of(module)]:
+            experts.num_experts //= mesh.size(1)
+            for name in stacks_of(experts):
+                parts = getattr(experts, name).data.chunk(mesh.size(1))
+                setattr(experts, name, nn.Parameter(parts[mesh.get_local_rank(1)].clone()))
+            spread_experts(experts, mesh["expert"])
+            fully_shard(experts, mesh=mesh["shard"])
 
     def layout(self) -> bytes:
         return self._publisher.layout().to_bytes()
@@ -118,14 +140,13 @@ class _Learner:
         """Takes the weights of another seed, and leaves the model as after a forward without gradients."""
         import torch
 
+        from paceline.learner.distributed.shards import own_box
         from support.push_models import seeded_model
 
         source = dict(seeded_model(self._config, seed).named_parameters())
         with torch.no_grad():
             for name, param in self._model.named_parameters():
-                local = param.to_local()
-                rows = -(-param.shape[0] // param.device_mesh.size()) * self._rank
-                local.copy_(source[name][rows : rows + local.shape[0]])
+                param.to_local().copy_(source[name][own_box(param).slices])
             self._model(torch.tensor([[1, 2, 3]], device=self._device))
 
 

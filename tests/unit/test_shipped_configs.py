@@ -67,6 +67,10 @@ MINIMAL = {
             "a step of 524,288 rows (data.train_batch_size x rollout.n) needs messages of up to 128 MiB",
         ),
         ("learner.context_parallel=2", "learner.context_parallel=2 must divide learner.world_size=1"),
+        (
+            "learner={world_size: 4, fsdp_size: 2, expert_parallel: 4}",
+            "learner.expert_parallel=4 must divide the 2 ranks that share a copy of the weights",
+        ),
         ("learner={world_size: 6, fsdp_size: 4}", "learner.fsdp_size=4 must divide learner.world_size=6"),
         ("actor.clip_ratio_c=1.1", "must exceed 1 + the upper clip range"),
         ("actor.policy_loss=gspo", "actor: policy_loss=gspo clips the ratio"),

@@ -736,6 +736,46 @@ def test_ranks_that_share_rows_hold_their_part_of_them() -> None:
     assert LearnerMemory.of(few, shape_of(SEVEN)).num_tokens == 8 * 768
 
 
+def test_ranks_that_divide_experts_gather_their_part_of_them() -> None:
+    shape = shape_of(TEN_WITH_EXPERTS)
+    assert shape.experts == 128 * 3 * 2048 * 768
+    lean = {
+        "compile": False,
+        "memory": {"recompute": "full", "accumulate": False, "keep_gathered": False, "offload": False},
+    }
+    gathered, divided = (
+        LearnerMemory.of(run_of(learner={"world_size": 8, "expert_parallel": size}, actor=lean), shape)
+        for size in (1, 4)
+    )
+    assert divided.resident == gathered.resident
+    not_gathered = 2 * 2 * shape.experts * 3 // 4  # of two layers, two bytes each
+    assert gathered.update["gathered"] - divided.update["gathered"] == not_gathered
+    # A row per choice on its way there, and one on its way back.
+    exchanged = 2 * gathered.num_tokens * 8 * 2048 * 2
+    for phase in ("update", "scoring"):
+        parts = getattr(gathered, phase)["activations"], getattr(divided, phase)["activations"]
+        assert parts[1] - parts[0] == exchanged
+    kept = [plan.changed(accumulates=True, keeps_gathered=True) for plan in (gathered, divided)]
+    everywhere = 16 * shape.experts * 3 // 4
+    for part, size in (("gathered", 2), ("gradients", kept[0].bytes_per_gradient)):
+        assert kept[0].update[part] - kept[1].update[part] == size * everywhere
+    with pytest.raises(ConfigError, match=r"learner\.expert_parallel has no compiled form"):
+        run_of(learner={"world_size": 8, "expert_parallel": 2}, actor={"compile": True})
+    assert (
+        not run_of(learner={"world_size": 8, "expert_parallel": 2}).with_compile(on_gpu=True).actor.compiles
+    )
+
+
+def test_experts_are_divided_evenly_or_not_at_all() -> None:
+    learner = run_of(learner={"world_size": 8, "expert_parallel": 8}).learner
+    learner.require_experts("a-model", 64)
+    with pytest.raises(ConfigError, match="a-model has no experts: leave it out"):
+        learner.require_experts("a-model", 0)
+    with pytest.raises(ConfigError, match="the 60 experts of a-model .* 8 ranks; set .* to a divisor of 60"):
+        learner.require_experts("a-model", 60)
+    run_of().learner.require_experts("a-model", 0)
+
+
 def test_ranks_of_one_copy_share_its_weights_and_the_plan_says_when_a_copy_needs_more_ranks() -> None:
     halved = run_of(learner={"world_size": 8, "fsdp_size": 4})
     copies, shared = (

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from paceline.learner.distributed.mesh import RankGroup, Route
+from paceline.learner.distributed.mesh import RankGroup, Route, room_for
 from paceline.learner.distributed.ranks import Ranks
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -232,11 +232,10 @@ class TokenExchanges(_Comm):
         super().begin(again=again, goes_on=goes_on)
         self._routes, self._earlier = [], self._routes if again else []
 
-    def route(self, announce: Callable[[], Route]) -> Route:
-        """Returns the next route; announces it unless the failed pass did."""
-        route = announce() if self.take_part() else self._earlier[len(self._routes)]
-        self._routes.append(route)
-        return route
+    def note(self, route: Route | None) -> Route:
+        """Keeps the next route; None: the one that the failed pass announced at this place."""
+        self._routes.append(route or self._earlier[len(self._routes)])
+        return self._routes[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,25 +246,25 @@ class CountedExperts(RankGroup):
 
     def route(self, counts: Tensor) -> Route:
         """Announces rows; if absent, this rank announces none, and computes none."""
-        is_absent = self.exchanges.is_absent
-        announced = counts.new_zeros(counts.shape) if is_absent else counts
-        route = self.exchanges.route(partial(RankGroup.route, self, announced))
+        is_absent, zeros = self.exchanges.is_absent, torch.zeros_like(counts)
+        announced, received = zeros if is_absent else counts, torch.empty_like(counts)
+        route = None
+        if self.exchanges.take_part():
+            dist.all_to_all_single(received, announced, group=self.process_group)
+            route = Route.of(announced, received)
+        route = self.exchanges.note(route)
         if not is_absent:
             return route
-        kept = int(counts.sum().item())
-        return replace(route, counts=torch.zeros_like(counts), num_sent=kept, num_received=0)
+        return replace(route, counts=zeros, num_sent=int(counts.sum().item()), num_received=0)
 
     def exchange_rows(self, rows: Tensor, route: Route) -> Tensor:
         """Exchanges rows; if absent, the others get zeros, and so does this rank."""
         is_absent = self.exchanges.is_absent
-        sent, announced = rows, route
-        if is_absent:
-            sent = rows.new_zeros(sum(route.sends), *rows.shape[1:])
-            announced = replace(route, num_received=sum(route.receives))
-        received = sent
+        sent = room_for(rows, sum(route.sends)).zero_() if is_absent else rows.detach().contiguous()
+        received = room_for(rows, sum(route.receives))  # before this rank counts as having taken part
         if self.exchanges.take_part():
-            received = RankGroup.exchange_rows(self, sent, announced)
-        return rows.new_zeros(route.num_received, *rows.shape[1:]) if is_absent else received
+            self.send_rows(received, sent, route)
+        return room_for(rows, route.num_received).zero_() if is_absent else received
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,17 @@ class Route:
     num_sent: int
     num_received: int
 
+    @classmethod
+    def of(cls, sent: Tensor, received: Tensor) -> Route:
+        """Makes a route of (n, m) int64 counts, by rank and kind.
+
+        Waits for the device, and allocates nothing there.
+        """
+        sends, receives = (tuple(counts.cpu().sum(-1).tolist()) for counts in (sent, received))
+        return cls(
+            sends=sends, receives=receives, counts=received, num_sent=sum(sends), num_received=sum(receives)
+        )
+
     @property
     def back(self) -> Route:
         """The same rows on their way back."""
@@ -89,32 +100,24 @@ class RankGroup:
         return received
 
     def route(self, counts: Tensor) -> Route:
-        """Tells the ranks how many rows they will get, by kind; waits for the device.
+        """Tells the ranks how many rows they will get, by kind.
 
         Args:
             counts: (n, m) int64, of the rows for each rank, how many are of each kind.
         """
-        received = RankGroup.all_to_all(self, counts)
-        sends, receives = torch.stack([counts.sum(-1), received.sum(-1)]).tolist()
-        return Route(
-            sends=tuple(sends),
-            receives=tuple(receives),
-            counts=received,
-            num_sent=sum(sends),
-            num_received=sum(receives),
-        )
+        return Route.of(counts, self.all_to_all(counts))
 
     def exchange_rows(self, rows: Tensor, route: Route) -> Tensor:
         """Sends rows (num_sent, ...), in the order of ranks; returns (num_received, ...), in that order."""
-        received = rows.new_empty(route.num_received, *rows.shape[1:])
-        dist.all_to_all_single(
-            received,
-            rows.detach().contiguous(),
-            list(route.receives),
-            list(route.sends),
-            group=self.process_group,
-        )
+        sent, received = rows.detach().contiguous(), room_for(rows, route.num_received)
+        self.send_rows(received, sent, route)
         return received
+
+    def send_rows(self, received: Tensor, sent: Tensor, route: Route) -> None:
+        """Sends rows as `exchange_rows` does, into a given tensor."""
+        dist.all_to_all_single(
+            received, sent, list(route.receives), list(route.sends), group=self.process_group
+        )
 
     def all_max(self, values: Tensor) -> Tensor:
         """Returns the largest values over the group's ranks as a new tensor."""
@@ -127,6 +130,11 @@ class RankGroup:
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values.detach().contiguous(), group=self.process_group)
         return torch.cat(parts)
+
+
+def room_for(rows: Tensor, num_rows: int) -> Tensor:
+    """Allocates `num_rows` rows like others."""
+    return rows.new_empty(num_rows, *rows.shape[1:])
 
 
 def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) -> DeviceMesh:
