@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    model = write_model(tmp_path_factory.mktemp("model"))
+    model = write_model(tmp_path_factory.mktemp("model"), num_layers=3)
     first, second = run_ranks("support.update_forms:everything", 2, str(model))
     assert first[:2] == second[:2]
     return first

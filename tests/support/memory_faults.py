@@ -143,7 +143,7 @@ def one_rank_runs_out(
 
 def ranks_that_share_rows(ranks: Ranks, kind: str, folder: str) -> list[Any]:
     """Metrics and bits of two undisturbed steps, then `one_rank_runs_out`, of a dense model or experts."""
-    lean = {"recompute": "full", "keep_gathered": True, "accumulate": False}
+    lean = {"recompute": "from_host", "keep_gathered": True, "accumulate": False}
     place, actor = {
         "dense": (PLACES[-1], {"memory": lean, "entropy_coeff": 0.01}),
         "experts": (PLACES[1], {"load_balance_coef": 0.1, "shared_prompts": "on"}),
@@ -195,5 +195,5 @@ def on_several_ranks(ranks: Ranks, model: str) -> list[Any]:
 
 def one_rank_runs_out_with_gathered_weights(ranks: Ranks, model: str) -> list[Any]:
     """`one_rank_runs_out` where weights stay gathered and gradients are reduced every time."""
-    memory = {"recompute": "full", "keep_gathered": True, "accumulate": False}
+    memory = {"recompute": "from_host", "keep_gathered": True, "accumulate": False}
     return one_rank_runs_out(ranks, model, "first layer, backwards", memory=memory)

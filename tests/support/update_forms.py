@@ -18,6 +18,7 @@ FORMS = [
         ("none", True, True),
         (0.5, False, True),
         ("full", True, True),
+        ("from_host", True, True),
         ("none", False, False),
         ("full", True, False),
     )
