@@ -139,7 +139,8 @@ async def test_a_validation_whose_version_nobody_has_is_left_out_and_a_new_serve
 ) -> None:
     """It dies when the others have the weights of step 3 already."""
     async with run(tmp_path, **BESIDE) as it:
-        it.may_validate = lambda version: version != 2
+        # Each validation lasts until the next step has ended, whose weights its server does not get.
+        it.may_validate = lambda version: version != 2 and it.journal.standing.finished >= min(5, version + 1)
 
         async def script() -> None:
             await until(lambda: it.journal.standing.finished == 3)
@@ -154,7 +155,7 @@ async def test_a_validation_whose_version_nobody_has_is_left_out_and_a_new_serve
         assert "no server has v2@" in skipped["reason"]
         assert any(notice.startswith("the validation of step 2 is left out") for notice in it.notices)
         received = [call for call in it.services.calls if call.startswith("receive rollout-2")]
-        assert [call.split()[2] for call in received] == ["v0", "v1", "v2", "v4", "v5", "v6"]
+        assert [call.split()[2] for call in received] == ["v0", "v2", "v4", "v6"]
 
 
 async def test_a_validation_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
