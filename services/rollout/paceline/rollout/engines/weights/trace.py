@@ -255,13 +255,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
             self._note_computed(func, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         return result
 
-    def _view_of_copy(self, alias: Tensor, shape: Any) -> Tensor:
+    @staticmethod
+    def _view_of_copy(alias: Tensor, shape: Any) -> Tensor:
         """Returns a view of a copy, which is an alias here; another tensor if the alias has no such view."""
         with contextlib.suppress(RuntimeError):
             return alias.view(shape)
-        rearranged = alias.contiguous().view(shape)
-        self._note_computed("a permutation of rows or columns", [rearranged])
-        return rearranged
+        return alias.contiguous().view(shape)
 
     def _reads_loaded(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         values = tree_leaves((args[1:] if func in _OVERWRITES else args, kwargs))
