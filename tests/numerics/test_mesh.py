@@ -240,11 +240,6 @@ def test_a_rank_runs_out_of_memory_after_it_announced_tokens_to_experts(four: Fo
 
 
 @pytest.mark.more
-def test_a_rank_with_shared_rows_and_divided_experts_runs_out_of_memory(grid: FourRanks) -> None:
-    grid.assert_the_step_is_that_of_halves("divided experts")
-
-
-@pytest.mark.more
 def test_a_rank_of_a_dense_model_that_shares_rows_runs_out_of_memory(grid: FourRanks) -> None:
     grid.assert_the_step_is_that_of_halves()
 

@@ -148,11 +148,6 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
         "out of memory, shared rows": memory_faults.ranks_that_share_rows(
             remeshed(ranks, "context 2"), "dense", small
         ),
-        "out of memory, divided experts": memory_faults.ranks_that_share_rows(
-            remeshed(ranks, "experts 2, context 2"),
-            "divided experts, recomputed",
-            str(Path(models, VARIANTS["experts"][0])),
-        ),
     }
 
 

@@ -162,14 +162,14 @@ def learner_main() -> None:
     import torch
     import torch.distributed as dist
 
-    config, rank, size, port, device = map(json.loads, sys.argv[1:])
+    config, rank, size, port, device, expert = map(json.loads, sys.argv[1:])
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    learner = _Learner(config, rank, size, device)
+    learner = _Learner(config, rank, size, device, expert)
     while True:
         try:
             method, args = pipe.recv()
