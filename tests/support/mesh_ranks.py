@@ -32,7 +32,7 @@ GRID = (
     ("context 4", "windows"),
     ("context 2", "images"),
     ("experts 2, 2 copies", "experts"),
-    ("experts 4", "replay"),
+    ("experts 4", "experts"),
 )
 """What `make test-more` compares beside them; with these there is each mesh and each variant."""
 
