@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.reward.builtin import exact_match, gsm8k, math_verify
+from paceline.reward.builtin.grade_school import extract_answer
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -28,6 +29,7 @@ def test_gsm8k_scores_every_answer_of_the_data_set_right_and_each_changed_answer
         # Read without the module under test: the number as the data set writes it.
         written = answer.rsplit("####", 1)[1].strip()
         bare = written.replace(",", "")
+        assert extract_answer(answer) == bare
         for ground_truth in (answer, written, bare):
             assert gsm8k(answer, ground_truth, method=method) == 1.0, answer
         last_digit_changed = re.sub(r"\d$", lambda digit: str((int(digit[0]) + 1) % 10), answer)

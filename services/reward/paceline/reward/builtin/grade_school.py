@@ -46,6 +46,15 @@ def gsm8k(
     raise ValueError(f'gsm8k knows method="strict" and method="flexible", not method={method!r}')
 
 
+def extract_answer(answer: str) -> str:
+    """Returns the number of a GSM8K answer, or a bare number, as plain digits: "#### 1,200" gives "1200".
+
+    Raises:
+        ValueError: there is no number where GSM8K puts it.
+    """
+    return f"{_ground_truth_number(answer):f}"
+
+
 def _ground_truth_number(text: str) -> Decimal:
     if _MARK in text:
         number = _marked_number(text)
