@@ -134,6 +134,7 @@ class ServerArgs:
     disable_overlap_schedule: bool
     max_total_tokens: int
     ep_size: int = 1
+    json_model_override_args: str = "{}"
 
     def check_server_args(self) -> None:
         self.sampling_backend = "pytorch"
