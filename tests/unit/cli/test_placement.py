@@ -18,6 +18,7 @@ from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 from support.cli_configs import SEVEN, config
+from support.memory_plans import HALF
 from support.source import ROOT
 
 # What `on` says of its machine.
@@ -238,24 +239,11 @@ def test_colocated_on_other_hosts_engines_sleep_unless_there_are_no_gpus() -> No
     assert (there.weights.backend, there.rollout.sleep) == ("gloo", "never")
 
 
-# Of Qwen2.5-0.5B.
-SMALL = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-
-
 def test_the_colocated_example_names_what_would_be_chosen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In containers it is used as it is: the controller sees no GPU, and chooses nothing."""
-    (folder / "model" / "config.json").write_text(json.dumps(SMALL))
+    (folder / "model" / "config.json").write_text(json.dumps(HALF))
     path = ROOT / "examples/gsm8k/qwen2_5_0_5b_8gpu_colocated.yaml"
     example = load(RunConfig, path, [f"model.path={folder / 'model'}"])
     tree = example.model_dump(mode="json", exclude_unset=True)

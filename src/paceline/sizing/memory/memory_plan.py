@@ -1,7 +1,7 @@
 """Plans the memory that a run needs on each GPU, by phase, from config.json and the configuration.
 
 Weights, optimizer and gradients are counted. Activations are estimated by a formula that agrees with measured
-peaks of a 7B model and of a Mixture of Experts within a twentieth (tests/unit/cli/test_memory_plan.py).
+peaks of a 7B model and of a Mixture of Experts within a twentieth (tests/unit/cli/test_learner_memory.py).
 """
 
 from __future__ import annotations
