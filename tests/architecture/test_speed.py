@@ -49,7 +49,7 @@ PAUSES = {
     "unit/test_lost_in_a_push:test_it_is_asked_only_now_and_then": _AT_LEAST,
     "unit/test_lost_in_a_push:test_the_ranks_of_the_epoch_hear_of_it_and_no_others": _AT_LEAST,
     "unit/test_reward_consumer:test_a_service_that_leaves_scores_what_it_has_and_takes_no_more": _AT_LEAST,
-    "unit/test_reward_groups:slow": _PLAYS_SLOW,
+    "unit/test_reward_group_clients:slow": _PLAYS_SLOW,
     "unit/test_reward_pool:test_a_cancelled_call_leaves_the_pool_usable": _LEADS,
     "unit/test_reward_pool:test_close_ends_waiting_calls_and_leaves_no_process": _LEADS,
     "unit/test_reward_remote:test_a_service_that_comes_back_is_found_again": _PLAYS_SLOW,
