@@ -34,6 +34,11 @@ def config(**rollout: Any) -> RunConfig:
     )
 
 
+def in_the_engines_process(value: Any) -> Any:
+    """What becomes of a setting on its way to the engine's process: vLLM pickles its configuration."""
+    return pickle.loads(pickle.dumps(value))
+
+
 def test_arguments_on_a_cpu() -> None:
     arguments = engine_arguments(config(tensor_model_parallel_size=2, max_num_seqs=32), on_cpu=True)
     assert arguments == {
@@ -181,7 +186,7 @@ def test_vllm_is_told_sizes_of_gemma_4_that_transformers_keeps_by_layer(
     given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
     read = AutoConfig.from_pretrained(tmp_path)
     read.update(engine_arguments(given, on_cpu=False)["hf_overrides"])
-    read = pickle.loads(pickle.dumps(read))  # as in the engine's process
+    read = in_the_engines_process(read)
     assert (read.head_dim, read.global_head_dim, read.num_global_key_value_heads) == (64, 128, 1)
     assert read.per_layer_config[1].head_dim == 128
 
@@ -197,7 +202,7 @@ def test_an_engine_does_not_quantise_what_the_learner_dequantises(
     settings = config()
     given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
     override = engine_arguments(given, on_cpu=False)["hf_overrides"]
-    changed = pickle.loads(pickle.dumps(override))(PretrainedConfig(**tree))  # as in the engine's process
+    changed = in_the_engines_process(override)(PretrainedConfig(**tree))
     assert changed.topk_method == "noaux_tc"
     assert not hasattr(changed, "quantization_config")
 
