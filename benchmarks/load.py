@@ -205,46 +205,15 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
             stack.enter_context(RedisServer.start(folder / f"store-{number}", is_durable=False))
             for number in range(size.stores)
         ]
-        paths = [*map(str, [ROOT / "src", *(ROOT / "services").iterdir()])]
-        paths += filter(None, [os.environ.get("PYTHONPATH")])
-        environment = os.environ | {
-            BROKER_URL: server.url,
-            BLOB_STORES: " ".join(store.url for store in stores),
-            "PACELINE_TOKEN": secrets.token_hex(8),
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-            "PACELINE_PAPER_TRAIN_S": str(args.train_s),
-        }
-
-        def start(name: str, *command: str) -> psutil.Process:
-            log = stack.enter_context((run_dir / "logs" / f"{name}.log").open("w"))
-            process = psutil.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
-            stack.callback(_end, process)
-            return process
-
-        address_file = folder / "address"
-        controller = start(
-            "controller",
-            *("-m", "paceline.controller", "--config", str(resolved), "--run-dir", str(run_dir)),
-            *("--port", "0", "--address-file", str(address_file)),
-        )
-        address = _wait_for_address(address_file, controller, run_dir / "logs" / "controller.log")
-        reward = start("reward", "-m", "paceline.reward", "--controller", address, "--member-id", "reward-0")
-        members = str(HERE / "load_members.py")
-        processes = [start("learner", members, "learner", "--controller", address)]
-        per_process = -(-size.servers // args.processes)
-        for first in range(0, size.servers, per_process):
-            count = min(per_process, size.servers - first)
-            command = (members, "rollout", "--controller", address)
-            processes.append(
-                start(f"rollout-{first}", *command, "--first", str(first), "--count", str(count))
-            )
+        environment = _environment(server, stores, args.train_s)
+        services = _Services(stack=stack, logs=run_dir / "logs", environment=environment)
+        controller, address = services.start_controller(resolved, run_dir, folder / "address")
         watched = Watched(
             controller=controller,
-            reward=reward,
+            reward=services.start_reward(address),
             redis=psutil.Process(server.pid),
             stores=stores,
-            members=processes,
+            members=services.start_members(address, size.servers, args.processes),
             clients=[redis.Redis.from_url(each.url, socket_timeout=30.0) for each in (server, *stores)],
             kill_in=2 if args.kill_store else -1,
         )
@@ -255,6 +224,59 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
         if args.kill_store:
             _print_losses(run_dir / "events.jsonl")
     return watched
+
+
+def _environment(server: RedisServer, stores: Sequence[RedisServer], train_s: float) -> dict[str, str]:
+    """Returns the environment of the services."""
+    paths = [*map(str, [ROOT / "src", *(ROOT / "services").iterdir()])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    return os.environ | {
+        BROKER_URL: server.url,
+        BLOB_STORES: " ".join(store.url for store in stores),
+        "PACELINE_TOKEN": secrets.token_hex(8),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "PACELINE_PAPER_TRAIN_S": str(train_s),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Services:
+    """Starts the services of a run; they end with the stack."""
+
+    stack: ExitStack
+    logs: Path
+    environment: Mapping[str, str]
+
+    def start(self, name: str, *command: str) -> psutil.Process:
+        log = self.stack.enter_context((self.logs / f"{name}.log").open("w"))
+        process = psutil.Popen([sys.executable, *command], env=self.environment, stdout=log, stderr=log)
+        self.stack.callback(_end, process)
+        return process
+
+    def start_controller(self, config: Path, run_dir: Path, address_file: Path) -> tuple[psutil.Process, str]:
+        """Returns its process and its address."""
+        controller = self.start(
+            "controller",
+            *("-m", "paceline.controller", "--config", str(config), "--run-dir", str(run_dir)),
+            *("--port", "0", "--address-file", str(address_file)),
+        )
+        return controller, _wait_for_address(address_file, controller, self.logs / "controller.log")
+
+    def start_reward(self, address: str) -> psutil.Process:
+        command = ("-m", "paceline.reward", "--controller", address, "--member-id", "reward-0")
+        return self.start("reward", *command)
+
+    def start_members(self, address: str, num_servers: int, num_processes: int) -> list[psutil.Process]:
+        """Starts the learner, and the rollout servers in so many processes."""
+        members = str(HERE / "load_members.py")
+        processes = [self.start("learner", members, "learner", "--controller", address)]
+        per_process = -(-num_servers // num_processes)
+        for first in range(0, num_servers, per_process):
+            count = min(per_process, num_servers - first)
+            command = (members, "rollout", "--controller", address, "--first", str(first))
+            processes.append(self.start(f"rollout-{first}", *command, "--count", str(count)))
+        return processes
 
 
 def _print_losses(journal: Path) -> None:
