@@ -210,6 +210,9 @@ async def test_a_server_that_is_still_asked_is_not_left_when_its_name_is_unknown
         client = RewardAttachment(length, address=f"reward:{port}", name="judge", every_address=True)
         running = asyncio.create_task(client.run())
         await service.clients(1)
+        async with asyncio.timeout(120):
+            while not client.is_attached:  # noqa: ASYNC110  the service has let it in; the client hears of it later
+                await asyncio.sleep(0.01)
         (stream,) = service.scorer.gateway._streams
         listed.clear()
         for response in "abcdef":
