@@ -29,6 +29,7 @@ from paceline.launch.outcome import LaunchOutcome
 from paceline.launch.planning import plan
 from paceline.launch.planning.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
+from paceline.service.tasks import cancel
 from paceline.show.live.view import View
 from paceline.show.live.wrapping_views import WatchedView
 
@@ -89,8 +90,7 @@ class Conductor:
                 raise
             raise expected.exceptions[0] from None
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await cancel(asking)
 
     async def _inject_all(self) -> None:
         faults = draw(self._config, seed=self._plan.seed, only=self._plan.only)
@@ -199,8 +199,7 @@ async def conduct(
             await asyncio.wait([running, striking], return_when=asyncio.FIRST_COMPLETED)
             reason = _reason(striking)
             if reason:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+                await cancel(running)
                 return LaunchOutcome(ok=False, message=reason, exit_code=1), conductor.record, reason
             if striking.done() and chaos_plan.stop:
                 return _as_wanted(await asyncio.wait_for(running, _STOP_S)), conductor.record, ""
@@ -209,9 +208,7 @@ async def conduct(
                 reason = _reason(striking) or _unfinished(striking, conductor.record, chaos_plan)
             return outcome, conductor.record, reason
         finally:
-            for task in (striking, running):
-                task.cancel()
-            await asyncio.gather(striking, running, return_exceptions=True)
+            await cancel(striking, running)
 
 
 def _as_wanted(outcome: LaunchOutcome) -> LaunchOutcome:

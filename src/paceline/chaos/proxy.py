@@ -7,6 +7,8 @@ import contextlib
 import socket
 from typing import Self
 
+from paceline.service.tasks import cancel
+
 _CHUNK_BYTES = 1 << 16
 _CONNECT_S = 5.0
 
@@ -39,9 +41,7 @@ class Proxy:
         if self._server is not None:
             self._server.close()
         self.cut()
-        for task in self._passing:
-            task.cancel()
-        await asyncio.gather(*self._passing, return_exceptions=True)
+        await cancel(*self._passing)
 
     @property
     def num_connections(self) -> int:
@@ -83,9 +83,7 @@ class Proxy:
         finally:
             for end in ends:
                 end.transport.abort()
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            await cancel(*both)
             self._writers.difference_update(ends)
             self._passing.difference_update(both)
 

@@ -13,7 +13,7 @@ from paceline.checks import (
     model_checks,
     reward_checks,
     rollout_checks,
-    training_checks,
+    service_checks,
 )
 from paceline.checks.data_checks import check_data_files, first_prompt_is_text
 from paceline.checks.machine_checks import require_packages
@@ -30,7 +30,7 @@ CHECKS: Sequence[PreflightCheck] = (
     *machine_checks.CHECKS,
     *reward_checks.CHECKS,
     *rollout_checks.CHECKS,
-    *training_checks.CHECKS,
+    *service_checks.CHECKS,
 )
 """The checks of all modules; checks that need the machine come after those that need nothing."""
 

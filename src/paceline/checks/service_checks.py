@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline.checks.preflight_check import PreflightCheck
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
+from paceline.config.training.policy_losses import CustomLoss
 from paceline.core.errors import ConfigError, ModelError
 from paceline.engines.registry import engine_facts
 from paceline.models.facts import family_in
@@ -20,21 +22,20 @@ from paceline.storage.models import local_folder, local_model
 _CHECK_S = 300.0
 
 
-def check_algorithm(config: RunConfig) -> str:
-    """Has the learner call a user's own algorithm, estimator and policy loss.
+def _algorithm_line(config: RunConfig) -> str:
+    """Names the algorithm; has the learner call a user's own algorithm, estimator and policy loss."""
+    loss, algorithm = config.actor.policy_loss, config.algorithm
+    line = f"{algorithm.name}, {loss.type}"
+    if algorithm.is_own or isinstance(loss, CustomLoss):
+        line = _check_of("learner", "algorithm", config, "the algorithm", ConfigError)
+    correction = config.rollout_correction.method
+    return line if correction == "none" else f"{line}, rollout correction: {correction}"
 
-    Raises:
-        ConfigError: one of them has a fault; the message gives the reason.
-    """
-    return _check_of("learner", "algorithm", config, "the algorithm", ConfigError)
 
-
-def try_dataflow(config: RunConfig) -> str:
-    """Has the controller try a step of a user's dataflow; returns what the step did.
-
-    Raises:
-        ConfigError: the dataflow has a fault; the message gives the reason.
-    """
+def _dataflow_line(config: RunConfig) -> str:
+    """Has the controller try a step of a user's dataflow; says what the step did."""
+    if config.trainer.dataflow is None:
+        return "built-in"
     return _check_of("controller", "dataflow", config, "trainer.dataflow", ConfigError)
 
 
@@ -119,3 +120,9 @@ def _printed_by(command: Sequence[str], subject: str, fault: type[ConfigError] |
             said or f"the check of {subject} ended with exit code {process.returncode} and said nothing"
         )
     return process.stdout.strip().rpartition("\n")[2]
+
+
+CHECKS = (
+    PreflightCheck(name="algorithm", run=_algorithm_line),
+    PreflightCheck(name="dataflow", run=_dataflow_line),
+)

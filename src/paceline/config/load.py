@@ -35,12 +35,9 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
             per fault.
     """
     source = Path(path)
-    tree = _read(source)
-    in_file = copy.deepcopy(tree)
-    for override in overrides:
-        _override(tree, override)
+    in_file = _read(source)
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(with_overrides(in_file, overrides))
     except ValidationError as error:
         faults = _explain_all(kind, error)
     # Faults that the file has without the overrides are blamed on the file, the others on the command line.

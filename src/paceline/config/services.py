@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import Section, own_path
 from paceline.core.errors import ConfigError
 from paceline.core.ports import read_ports
+
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ProfileConfig(Section):
@@ -71,7 +73,7 @@ class TrainerConfig(Section):
         "reach; checkpoints go to CHECKPOINT_URL/RUN_ID. null: to checkpoints/ in the run directory.",
     )
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
-    dataflow: str | None = Field(
+    dataflow: Annotated[str, AfterValidator(own_path)] | None = Field(
         None,
         description="Function that carries out each training step with the verbs draw, sample, train and "
         "publish, as path/to/file.py:function or module:function (docs/python.md). null: each step samples "
@@ -101,6 +103,8 @@ class TrainerConfig(Section):
         "model/ in the run directory.",
     )
 
+    profile: ProfileConfig = ProfileConfig()
+
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.total_steps is None and self.total_epochs is None:
@@ -113,18 +117,9 @@ class TrainerConfig(Section):
         assert self.total_steps is not None, "the epochs were not counted"
         return self.total_steps
 
-    @field_validator("dataflow")
-    @classmethod
-    def _has_both_parts(cls, dataflow: str | None) -> str | None:
-        if dataflow is not None and not all(dataflow.rpartition(":")[::2]):
-            raise ValueError("write path/to/file.py:function or module:function")
-        return dataflow
-
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint is due after a step by save_freq, or because it is the last step."""
         return step == self.num_steps or (self.save_freq > 0 and step % self.save_freq == 0)
-
-    profile: ProfileConfig = ProfileConfig()
 
     def validates_after(self, step: int, *, every: int = 1) -> bool:
         """Returns whether a validation follows a step; 0 is the start.
@@ -417,18 +412,14 @@ class ServiceConfig(Section):
         description="Allow unencrypted traffic beyond loopback; only for a network that you trust "
         "completely. Services that are started by hand also need PACELINE_INSECURE=1.",
     )
-    controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
-    reward_port: int = Field(
+    controller_port: Port = Field(0, description="Port of the controller; 0: any free port.")
+    reward_port: Port = Field(
         0,
-        ge=0,
-        le=65535,
         description="Port of the reward service that `paceline train` starts, for clients that attach; 0: "
         "any free port.",
     )
-    rollout_port: int = Field(
+    rollout_port: Port = Field(
         0,
-        ge=0,
-        le=65535,
         description="Port of the first rollout server that `paceline train` starts, for environments that "
         "attach; the other servers use the ports after it. 0: any free ports.",
     )
@@ -485,10 +476,8 @@ class TelemetryConfig(Section):
     otlp_endpoint: str | None = Field(
         None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."
     )
-    prometheus_port: int = Field(
+    prometheus_port: Port = Field(
         0,
-        ge=0,
-        le=65535,
         description="Port of the process's own Prometheus endpoint, on loopback; 0: none. `paceline train` "
         "gives it to the controller, and the next ports to the other services. PACELINE_PROMETHEUS_PORT "
         "overrides it.",

@@ -18,7 +18,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ from paceline.service.identity.credentials import TOKEN, Credentials
 from paceline.service.member.runtime import STOP_GRACE
 from paceline.service.process import BLOB_STORES, BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
+from paceline.service.tasks import cancel
 from paceline.show.live.follow import follow
 from paceline.show.live.view import View
 from paceline.show.live.wrapping_views import WatchedView
@@ -158,9 +159,7 @@ class _Launcher:
             outcome = LaunchOutcome(ok=False, message=str(error), exit_code=exit_code(error))
         finally:
             tasks = [running, pulse, *([self._last_step] if self._last_step else [])]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             outcome = self._with_full_disk(outcome)
             await self._stop(outcome)
         return replace(outcome, began=self._began)
@@ -234,9 +233,7 @@ class _Launcher:
             for check in checks:
                 await check
         finally:
-            for check in checks:
-                check.cancel()
-            await asyncio.gather(*checks, return_exceptions=True)
+            await cancel(*checks)
             self._tree.end_forking()
         self._began = True
         run_dirs.link_latest(self._run_dir)
@@ -311,19 +308,21 @@ class _Launcher:
 
     async def _check(self, spec: ProcessSpec) -> None:
         """Runs a check of the user's code or model while the services start."""
+        hint = "importing the module of a reward function or a policy loss takes too long"
+        async with self._startup_limit(spec.name, lambda: hint):
+            process = await self._tree.run(spec)
+        if process.exited.result() != 0:
+            raise error_at_start(process)
+
+    @contextlib.asynccontextmanager
+    async def _startup_limit(self, peer: str, hint: Callable[[], str]) -> AsyncIterator[None]:
+        """Raises DeadlineError, with the hint, if the block takes longer than a service may take to start."""
         timeout_s = self._config.service.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                process = await self._tree.run(spec)
+                yield
         except TimeoutError as error:
-            raise DeadlineError(
-                phase="START",
-                peer=spec.name,
-                seconds=timeout_s,
-                hint="importing the module of a reward function or a policy loss takes too long",
-            ) from error
-        if process.exited.result() != 0:
-            raise error_at_start(process)
+            raise DeadlineError(phase="START", peer=peer, seconds=timeout_s, hint=hint()) from error
 
     async def _start_controller(self, broker_url: str) -> Unit:
         self._address_file.unlink(missing_ok=True)
@@ -343,21 +342,14 @@ class _Launcher:
 
     async def _controller_answers(self, unit: Unit) -> None:
         (controller,) = unit.processes
-        timeout_s = self._config.service.startup_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                # The controller knows nothing of its launcher, so it announces its address in a file.
-                while not self._address_file.exists():
-                    if not controller.running:
-                        raise error_at_start(controller)
-                    await asyncio.sleep(0.05)
-        except TimeoutError as error:
-            raise DeadlineError(
-                phase="START",
-                peer="the controller",
-                seconds=timeout_s,
-                hint=f"its log {controller.log_path} ends with: {controller.last_error()}",
-            ) from error
+        async with self._startup_limit(
+            "the controller", lambda: f"its log {controller.log_path} ends with: {controller.last_error()}"
+        ):
+            # The controller knows nothing of its launcher, so it announces its address in a file.
+            while not self._address_file.exists():
+                if not controller.running:
+                    raise error_at_start(controller)
+                await asyncio.sleep(0.05)
         unit.presence.was_ready = True
         self._view.milestone(f"the controller answers on {self._address}")
 
@@ -419,9 +411,7 @@ class _Launcher:
                 return await self._explain(outcome_of_run(following))
             return failed(next(task.result() for task in tending if task.done()))
         finally:
-            for task in tending:
-                task.cancel()
-            await asyncio.gather(*tending, return_exceptions=True)
+            await cancel(*tending)
 
     @property
     def _own_servers(self) -> list[OwnRedis]:
@@ -469,8 +459,7 @@ class _Launcher:
                 log.warning("killed, because they did not end in time: %s", ", ".join(killed))
         finally:
             if self._following is not None:
-                self._following.cancel()
-                await asyncio.gather(self._following, return_exceptions=True)
+                await cancel(self._following)
             for redis in self._own_servers:
                 redis.end(keep_data=not outcome.ok and not self._signal.done())
             for process in self._tree.sweep():

@@ -22,6 +22,7 @@ from paceline.launch.presence import Presence
 from paceline.launch.processes.process_tree import ProcessTree
 from paceline.launch.processes.restarts import End, RestartHistory, RestartRule, judge
 from paceline.launch.processes.spawn import ManagedProcess
+from paceline.service.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +126,7 @@ class Services:
                     if ended.done():
                         self._note_end(ended.result())
                 finally:
-                    ended.cancel()
-                    await asyncio.gather(ended, return_exceptions=True)
+                    await cancel(ended)
                 failures = [failure for unit in self.units if (failure := self._settle(unit)) is not None]
                 if failures:
                     return failures[0]
@@ -151,9 +151,7 @@ class Services:
 
     async def _cancel_endings(self) -> None:
         endings = [unit.ending for unit in self.units if unit.ending is not None]
-        for task in (*endings, *self._reports):
-            task.cancel()
-        await asyncio.gather(*endings, *self._reports, return_exceptions=True)
+        await cancel(*endings, *self._reports)
 
     async def _end(self, unit: Unit, first: ManagedProcess) -> str | None:
         """Handles the end of a unit's first process; returns why the run cannot go on, or None."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from paceline.core.user_functions.reward_function import describe
+from paceline.service.tasks import cancel
 
 T = TypeVar("T")
 
@@ -190,9 +191,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 async def _cancel_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await cancel(*others)
 
 
 async def _contained(function: Callable[[], Awaitable[T]], timeout_s: float) -> T:

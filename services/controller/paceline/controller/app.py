@@ -51,6 +51,7 @@ from paceline.service.identity.credentials import Credentials
 from paceline.service.member.runtime import ServiceContext
 from paceline.service.observability import telemetry
 from paceline.service.process import BLOB_STORES, BROKER_URL, write_atomically
+from paceline.service.tasks import cancel
 from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
@@ -385,8 +386,7 @@ def _sentence(error: BaseException) -> str:
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await cancel(task)
 
 
 def _announce(file: Path | None, address: str) -> None:

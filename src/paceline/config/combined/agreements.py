@@ -66,9 +66,6 @@ def _prompts_fit_episodes_and_scorers(config: DerivedSettings) -> None:
                 f"{reward_key(name)} has no scorer: name one, such as functions: [{{name: gsm8k}}], "
                 "or leave reward out for that of the run"
             )
-
-
-def _tower_has_images_to_train_on(config: DerivedSettings) -> None:
     config.model.vision.require_images(config.data.image_key)
 
 
@@ -176,10 +173,7 @@ def _weights_can_arrive_in_flight(config: DerivedSettings) -> None:
         "rollout.sampler: engine, which does not record where a version begins": rollout.sampler == "engine",
         "rollout.tools and rollout.environment: only single answers": config.has_episodes,
     }
-    if reason := _first_of(refused):
-        raise ValueError(
-            f"rollout.in_flight={rollout.in_flight} does not go with {reason}; write in_flight: wait"
-        )
+    _refuse(f"rollout.in_flight={rollout.in_flight}", refused, "; write in_flight: wait")
 
 
 def _steps_can_be_sampled_ahead(config: DerivedSettings) -> None:
@@ -196,11 +190,8 @@ def _steps_can_be_sampled_ahead(config: DerivedSettings) -> None:
         "data.image_key, since images are kept for one step": config.data.image_key is not None,
         "trainer.save_freq=1, since nothing is sampled ahead of a checkpoint": config.trainer.save_freq == 1,
     }
-    if reason := _first_of(refused):
-        raise ValueError(
-            f"barrier.max_staleness={barrier.bound} samples later steps while one is trained, which does "
-            f"not go with {reason}; leave one of them out"
-        )
+    staleness = f"barrier.max_staleness={barrier.bound} samples later steps while one is trained, which"
+    _refuse(staleness, refused, "; leave one of them out")
     if config.rollout_correction.method == "none":
         raise ValueError(
             f"barrier.max_staleness={barrier.bound}: samples come from older weights than those that are "
@@ -221,8 +212,7 @@ def _choices_can_be_repeated(config: DerivedSettings) -> None:
         "algorithm.replay.prompts_per_step: files of trajectories, which are its buffer, have no choices of "
         "experts; leave one of them out": config.replays,
     }
-    if reason := _first_of(refused):
-        raise ValueError(f"actor.router_replay does not go with {reason}")
+    _refuse("actor.router_replay", refused)
 
 
 def _groups_can_be_replayed(config: DerivedSettings) -> None:
@@ -243,10 +233,7 @@ def _groups_can_be_replayed(config: DerivedSettings) -> None:
         "data.image_key, since images are kept for one step": config.data.image_key is not None,
         "rollout.tools and rollout.environment: only single answers": config.has_episodes,
     }
-    if reason := _first_of(refused):
-        raise ValueError(
-            f"algorithm.replay.prompts_per_step={algorithm.replay.prompts_per_step} does not go with {reason}"
-        )
+    _refuse(f"algorithm.replay.prompts_per_step={algorithm.replay.prompts_per_step}", refused)
 
 
 def _servers_can_validate_beside(config: DerivedSettings) -> None:
@@ -259,11 +246,8 @@ def _servers_can_validate_beside(config: DerivedSettings) -> None:
         "data.image_key, since images are kept for one step": config.data.image_key is not None,
         "a run without held-out prompts (data.val_files, data.val_sets)": not config.held_out_sets,
     }
-    if reason := _first_of(refused):
-        raise ValueError(
-            f"rollout.validation_servers={config.rollout.validation_servers} does not go with {reason}; "
-            "leave one of them out"
-        )
+    servers = f"rollout.validation_servers={config.rollout.validation_servers}"
+    _refuse(servers, refused, "; leave one of them out")
 
 
 def _servers_can_have_other_engines(config: DerivedSettings) -> None:
@@ -314,17 +298,17 @@ def _teacher_has_a_use(config: DerivedSettings) -> None:
         "algorithm.replay.prompts_per_step: files of trajectories, which are its buffer, have no tokens of a "
         "teacher; leave one of them out": config.replays,
     }
-    if reason := _first_of(refused):
-        raise ValueError(f"algorithm.teacher does not go with {reason}")
+    _refuse("algorithm.teacher", refused)
 
 
 def _exchanges_are_not_compiled(config: DerivedSettings) -> None:
-    exchanges = {
-        "context_parallel": config.learner.num_context_ranks > 1,
-        "expert_parallel": config.learner.expert_parallel > 1,
+    ranks = {
+        "context_parallel": config.learner.num_context_ranks,
+        "expert_parallel": config.learner.expert_parallel,
     }
-    if config.actor.compiles and (name := _first_of(exchanges)):
-        raise ValueError(f"learner.{name} has no compiled form; set actor.compile: false or leave it out")
+    for name, number in ranks.items():
+        if config.actor.compiles and number > 1:
+            raise ValueError(f"learner.{name} has no compiled form; set actor.compile: false or leave it out")
 
 
 def _rows_fit_into_messages(config: DerivedSettings) -> None:
@@ -394,16 +378,17 @@ def check_warmup(config: DerivedSettings) -> None:
         )
 
 
-def _first_of(refused: Mapping[str, bool]) -> str:
-    """Returns the first reason that holds; "" if none does."""
-    return next((reason for reason, holds in refused.items() if holds), "")
+def _refuse(setting: str, refused: Mapping[str, bool], remedy: str = "") -> None:
+    """Refuses a setting for the first reason that holds, if any does."""
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"{setting} does not go with {reason}{remedy}")
 
 
 AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _kl_can_be_steered,
     _there_are_rows,
     _prompts_fit_episodes_and_scorers,
-    _tower_has_images_to_train_on,
     _groups_fit_into_calls,
     _held_out_samples_differ,
     _episodes_have_limits_of_their_own,

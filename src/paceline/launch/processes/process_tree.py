@@ -13,6 +13,7 @@ from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes import spawn
 from paceline.launch.processes.forking import Forking
 from paceline.launch.processes.spawn import ManagedProcess
+from paceline.service.tasks import cancel
 
 # Consumers end before their producers. The controller ends last, so that every member can tell it when
 # leaving.
@@ -137,5 +138,4 @@ class ProcessTree:
                 )
                 pending = {end for end in pending if not end.done()}
         finally:
-            hurry.cancel()
-            await asyncio.gather(hurry, return_exceptions=True)
+            await cancel(hurry)

@@ -19,6 +19,7 @@ from paceline.service.attach.attaching import AttachedClient, ClientOptions
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.runtime import ServiceContext, run_service
+from paceline.service.tasks import cancel
 
 _log = logging.getLogger(__name__)
 
@@ -125,8 +126,7 @@ class Attachment(Generic[TaskT, AnswerT]):
                 for address in streams.keys() - listed:
                     if not self._is_attached_to(address):  # the server is gone for good
                         gone = streams.pop(address)
-                        gone.cancel()
-                        await asyncio.gather(gone, return_exceptions=True)
+                        await cancel(gone)
                 if is_ending and not streams:
                     return
                 if streams:
@@ -139,9 +139,7 @@ class Attachment(Generic[TaskT, AnswerT]):
                 for address in [address for address, stream in streams.items() if stream.done()]:
                     is_over |= self._has_ended(streams.pop(address))
         finally:
-            for stream in streams.values():
-                stream.cancel()
-            await asyncio.gather(*streams.values(), return_exceptions=True)
+            await cancel(*streams.values())
 
     def _is_attached_to(self, address: str) -> bool:
         client = self._clients.get(address)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from paceline.core.errors import DeadlineError, EnvironmentLackError
 from paceline.core.text import one_line
 from paceline.service.confinement import inside
+from paceline.service.tasks import cancel
 
 _READ_BYTES = 64 * 1024
 _EXIT_S = 5.0
@@ -215,9 +216,7 @@ async def _follow(process: asyncio.subprocess.Process, command: Command) -> Comm
             ending=Ending.EXITED, code=code, stdout=reading[0].result(), stderr=reading[1].result()
         )
     finally:
-        for task in (*reading, writing):
-            task.cancel()
-        await asyncio.gather(*reading, writing, return_exceptions=True)
+        await cancel(*reading, writing)
 
 
 async def _read(stream: asyncio.StreamReader, limit: int) -> bytes:

@@ -26,6 +26,7 @@ from paceline.core.training import ChunkOrder, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.grpc.channels import call, connect
 from paceline.service.identity.credentials import Credentials
+from paceline.service.tasks import cancel
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.receipt import PushReceipt
@@ -52,9 +53,7 @@ async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) 
             return calling.result()
         raise PeerLostError(f"{member.member_id} is gone: {member.failure}", peer=member.member_id)
     finally:
-        calling.cancel()
-        leaving.cancel()
-        await asyncio.gather(calling, leaving, return_exceptions=True)
+        await cancel(calling, leaving)
 
 
 async def is_serving(address: str, incarnation: str, *, role: str, credentials: Credentials) -> bool:

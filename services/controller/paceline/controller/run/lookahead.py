@@ -39,6 +39,7 @@ from paceline.core.errors import LostDataError
 from paceline.core.policy import PolicyTag
 from paceline.data.mixture import MixtureState
 from paceline.data.prompts import Prompt
+from paceline.service.tasks import cancel
 
 
 def steps_ahead(config: RunConfig, step: int) -> Iterator[int]:
@@ -175,8 +176,7 @@ class Lookahead:
         """Ends the task of `begin`; steps that are not collected stay dispatched."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
 
     async def withdraw(self, step: int, reason: str) -> None:
         """Makes all samples for the steps after `step` void."""

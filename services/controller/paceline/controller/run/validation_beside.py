@@ -42,6 +42,7 @@ from paceline.core.errors import LostDataError
 from paceline.core.policy import PolicyTag
 from paceline.data.prompts import Prompt
 from paceline.service.observability.telemetry import span
+from paceline.service.tasks import cancel
 
 _LOOK_S, _PAUSE_S = 0.2, 2.0
 # What an earlier controller has collected is read again within this time.
@@ -326,5 +327,4 @@ class ValidationBeside(Validation):
 
 
 async def _cancel(task: asyncio.Task[ValidationResult]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await cancel(task)

@@ -23,6 +23,7 @@ from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import Score
 from paceline.reward.scoring.shape import Shape
 from paceline.service.children.process import ChildLimits, ChildProcess
+from paceline.service.tasks import cancel
 
 _log = logging.getLogger(__name__)
 
@@ -221,9 +222,7 @@ class FunctionPool:
     async def close(self) -> None:
         """Stops all processes of the pool. Calls of `score` that still wait end in a RewardError."""
         running = [*self._tasks, *([self._growing] if self._growing else [])]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel(*running)
         self._break(RewardError("the function pool was closed", kind=RewardErrorKind.UNAVAILABLE))
         await asyncio.gather(*(child.stop(grace_s=1.0) for child in self._children.values()))
         self._tasks, self._children = set(), {}
@@ -322,8 +321,7 @@ class FunctionPool:
             _log.error("%s", error)
             loss = _Loss.UNREADABLE
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await cancel(reading)
         return loss
 
     def _deadline(self, child: ChildProcess, jobs: dict[int, Job], sent: float) -> float:

@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import REWARD_CONTRACT, RewardDescription, ScoreItem
 from paceline.reward.remote.client import call_describe
 from paceline.reward.scoring.shape import Shape
+from paceline.service.tasks import cancel
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +53,7 @@ class Handshake:
 
     async def close(self) -> None:
         """Stops asking; callers that wait for an answer are cancelled."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
         described = await call_describe(channel, timeout_s=self._timeout_s, peer=self._peer)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.parts import CallItems
+from paceline.service.tasks import cancel
 
 Results = Sequence[ScoreResult | PacelineError]
 
@@ -107,9 +108,7 @@ class Merger:
         queue, self._queue = self._queue, []
         _settle(queue, error, 0.0)
         calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await cancel(*calls)
 
     def _begin(self) -> None:
         """Makes calls while turns are free."""

@@ -16,6 +16,7 @@ from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
 from paceline.core.run_record.manifest import MANIFEST, manifest_fields
 from paceline.data.mixture import MixtureState
+from paceline.service.tasks import cancel
 from paceline.service.threads import in_thread
 from paceline.storage.folder import Folder, reason
 
@@ -223,8 +224,7 @@ class Checkpoints:
         """Stops waiting for the last checkpoint, because the learner is gone or the run ends."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+            await cancel(writing)
 
     async def _complete(self, learner: Member, folder: Folder, state: ControllerState) -> None:
         """Waits for a checkpoint and removes old ones. If a checkpoint fails, the run goes on without it."""

@@ -31,6 +31,7 @@ from paceline.rollout.engines.vllm.sampling.under_way import UnderWay
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
 from paceline.rollout.engines.vllm.start.startup import build, built, in_daemon, prepare
+from paceline.service.tasks import cancel
 from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
@@ -150,9 +151,7 @@ class VllmEngine(RankedEngine):
             replies = await receiving
             idle = await calls.answered(self._llm, resetting, "reset of the prefix cache", calls.GRACE_S)
         finally:
-            receiving.cancel()
-            resetting.cancel()
-            await asyncio.gather(receiving, resetting, return_exceptions=True)
+            await cancel(receiving, resetting)
         if not idle:
             raise mixed_versions(version)
         return merged_receipt(replies)
