@@ -134,6 +134,10 @@ class FakeEngine(Engine):
         self._open.clear()
         self._num_held = num_tokens
 
+    def draw_to(self, num_tokens: int) -> None:
+        """Held samples have drawn so many tokens by now."""
+        self._drawn.update(dict.fromkeys(self._drawn, num_tokens))
+
     def release(self) -> None:
         """It ends."""
         self._open.set()

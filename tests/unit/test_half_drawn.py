@@ -314,20 +314,20 @@ async def test_tokens_of_an_older_version_within_the_bound_keep_their_version() 
 
 async def test_a_push_in_mid_answer_and_then_a_drain_leave_both_versions() -> None:
     of, broker = wanted(step=2), MemoryBroker()
-    engine = FakeEngine(token_s=0.01)
     async with (
-        bench(broker=broker, limits=MIXING, engine=engine) as a,
+        bench(broker=broker, limits=MIXING) as a,
         bench(broker=broker, limits=MIXING, name="rollout-1") as b,
     ):
         await a.push(V0)
+        a.engine.hold(3)
         await ask_mixed(a, of)
         await until_saved(broker, 3)
         await a.push(V1)
-        await asyncio.sleep(0.05)
+        a.engine.draw_to(5)
         await a.server.drain()
         (data,) = saved(broker)
         for part in decode_progress(data).values():
-            assert [r.policy for r in part.ranges] == [V0, V1]
+            assert [(r.policy, r.first, r.end) for r in part.ranges] == [(V0, 0, 3), (V1, 3, 5)]
             assert range_fault(part.ranges, part.end) == ""
         await b.push(V1)
         assert {tuple(p.policy for p in h.ranges) for h in await b.headers(4)} == {(V0, V1)}

@@ -28,7 +28,6 @@ from paceline.rollout import app
 from paceline.rollout.server import RolloutServer
 from paceline.service.member.runtime import ServiceContext
 from paceline.wire import encode_prompt_group
-from support.fake_engine import FakeEngine
 from support.memory_broker import MemoryBroker
 from support.rollout_bench import LIMITS, RUN, V0, V1, Bench, bench, group, weight_group_spec
 
@@ -309,12 +308,13 @@ async def asked(b: Bench, *groups: PromptGroup) -> None:
 async def test_what_is_under_way_goes_on_with_new_weights_and_says_from_which_token_on(
     in_flight: str,
 ) -> None:
-    async with bench(limits=replace(MIXING, in_flight=in_flight), engine=FakeEngine(token_s=0.02)) as b:
+    async with bench(limits=replace(MIXING, in_flight=in_flight)) as b:
         await b.push(V0)
+        b.engine.hold(2)
         await asked(b, wanting(1, V0, step=2))
         await b.quiet(1)
-        await asyncio.sleep(0.05)
         await b.push(V1)
+        b.engine.release()
         headers = await b.headers(4)
         assert b.engine.named("pause") == [in_flight == "recompute"]
         assert b.engine.named("abort") == []
@@ -323,7 +323,7 @@ async def test_what_is_under_way_goes_on_with_new_weights_and_says_from_which_to
         mixed = [header for header in headers if header.ranges]
         assert mixed
         for header in mixed:
-            assert [part.policy for part in header.ranges] == [V0, V1]
+            assert [(part.policy, part.first) for part in header.ranges] == [(V0, 0), (V1, 2)]
             assert range_fault(header.ranges, header.num_response_tokens) == ""
             trajectory = await b.blob(header)
             assert (trajectory.policy, trajectory.ranges) == (V0, header.ranges)
@@ -369,8 +369,9 @@ async def test_a_push_of_older_weights_aborts_what_is_under_way() -> None:
 
 
 async def test_after_a_push_that_failed_what_is_under_way_waits_for_the_next_one() -> None:
-    async with bench(limits=MIXING, engine=FakeEngine(token_s=0.02)) as b:
+    async with bench(limits=MIXING) as b:
         await b.push(V0)
+        b.engine.hold(2)
         await asked(b, wanting(1, V0, step=2))
         await b.quiet(1)
         b.engine.push_failure = WeightSyncError("shapes differ")
@@ -379,6 +380,7 @@ async def test_after_a_push_that_failed_what_is_under_way_waits_for_the_next_one
         b.engine.push_failure = None
         await b.server.join(2, weight_group_spec(), 1)
         await b.push(V1, epoch=2)
+        b.engine.release()
         assert len(await b.headers(4)) == 4
         assert b.engine.named("abort") == []
 
