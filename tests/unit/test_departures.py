@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from paceline.controller.fleet.departures import Departures
+from paceline.controller.fleet.departures import _TOGETHER_S, Departures
 from paceline.controller.fleet.membership import Fleet, Member
 from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from support.clocks import ManualClock
@@ -155,8 +153,9 @@ async def leave_when_allowed(it: SequencerRun, member_id: str) -> None:
 async def told_in(
     folder: Path, services: FakeServices, step: int, *names: str
 ) -> AsyncIterator[tuple[SequencerRun, list[asyncio.Task[None]]]]:
-    """A run whose members `names` are told to end while a step is trained."""
+    """A run whose members `names` are told to end while a step is trained, all that are told together."""
     async with run_of(config(**CHANGES), folder, services, MemoryBroker()) as it:
+        clock = it.supervisor.departures._clock = ManualClock()
         services.writes = True
         honest, leaving = services.learner.train, list[asyncio.Task[None]]()
 
@@ -165,6 +164,7 @@ async def told_in(
                 leaving.extend(asyncio.create_task(leave_when_allowed(it, name)) for name in names)
                 await asyncio.sleep(0.01)
                 assert not any(task.done() for task in leaving)
+                clock.advance(_TOGETHER_S)
             return await honest(member, order)
 
         services.learner.train = train  # type: ignore[method-assign]
@@ -229,10 +229,7 @@ async def test_the_run_is_saved_before_the_last_reward_service_leaves(tmp_path: 
         assert it.breaches() == []
 
 
-async def test_a_server_that_can_be_spared_does_not_have_the_run_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.controller.fleet.departures._TOGETHER_S", 0.05)
+async def test_a_server_that_can_be_spared_does_not_have_the_run_saved(tmp_path: Path) -> None:
     services = FakeServices()
     async with told_in(tmp_path, services, 2, "rollout-1") as (it, leaving):
         await it.go()
