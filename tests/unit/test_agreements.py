@@ -17,7 +17,7 @@ def test_every_check_of_the_module_is_made() -> None:
         for function in vars(agreements).values()
         if inspect.isfunction(function) and function.__annotations__.get("return") == "None"
     }
-    assert set(agreements.AGREEMENTS) == checks - {agreements.check_warmup}
+    assert set(agreements.AGREEMENTS) == checks - {agreements.check_warmup, agreements._refuse}
 
 
 def test_a_critic_that_warms_up_for_all_counted_steps_is_refused() -> None:

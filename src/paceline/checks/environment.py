@@ -101,19 +101,13 @@ def _build(package: str) -> str:
 
 def _package(name: str, *, hint: str) -> Finding:
     number = packages.version(name)
-    if number is None:
-        return Finding(part=name, state="no", status=Status.LACKING, hint=hint)
-    return Finding(part=name, state=number)
+    return _judge(name, number or "no", number is not None, hint=hint, otherwise=Status.LACKING)
 
 
 def _confinement() -> Iterable[Finding]:
     problem = asyncio.run(why_not_confined())
-    if problem:
-        yield Finding(
-            part="confined code", state="no", status=Status.NOTE, hint=f"for reward.code: {problem}"
-        )
-    else:
-        yield Finding(part="confined code", state="yes, for reward.code")
+    state = "no" if problem else "yes, for reward.code"
+    yield _judge("confined code", state, not problem, hint=f"for reward.code: {problem}")
 
 
 def _redis() -> Iterable[Finding]:
@@ -179,10 +173,8 @@ def _nccl_wheel(cuda: str) -> str:
 
 def _nccl() -> Iterable[Finding]:
     library = next(filter(None, map(_nccl_wheel, _DRIVERS)), "") or ctypes.util.find_library("nccl")
-    if library:
-        yield Finding(part="NCCL", state=library)
-    else:
-        yield Finding(part="NCCL", state="no", status=Status.LACKING, hint=f"torch brings it: {_CUDA}")
+    hint = f"torch brings it: {_CUDA}"
+    yield _judge("NCCL", library or "no", bool(library), hint=hint, otherwise=Status.LACKING)
 
 
 def _attention() -> Finding:

@@ -87,8 +87,7 @@ class DataConfig(Section):
         "messages, too. A row that begins with its own system message keeps it.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description="Further variables for the chat template, in every turn: {enable_thinking: false}.",
+        {}, description="Further variables for the chat template, in every turn: {enable_thinking: false}."
     )
     max_prompt_length: int = Field(512, gt=0, description="Longest prompt in tokens.")
     max_response_length: int = Field(512, gt=0, description="Longest response in tokens.")

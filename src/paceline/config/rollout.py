@@ -30,9 +30,7 @@ class EpisodeConfig(Section):
         description="Most tokens of one message from a tool or the environment; the rest is cut off.",
     )
     step_s: float = Field(
-        10.0,
-        gt=0,
-        description="Longest time for one tool call; a longer one returns an error to the policy.",
+        10.0, gt=0, description="Longest time for one tool call; a longer one returns an error to the policy."
     )
     tool_s: float = Field(60.0, gt=0, description="Longest time for all tool calls of an episode together.")
     retries: int = Field(

@@ -89,8 +89,7 @@ class TrainerConfig(Section):
     )
 
     save_tokens: bool = Field(
-        True,
-        description="save_trajectories: also write token ids and the log-probs of engine and learner.",
+        True, description="save_trajectories: also write token ids and the log-probs of engine and learner."
     )
     loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
         (),
@@ -241,8 +240,7 @@ class LearnerConfig(Section):
 
 # YAML 1.1 reads a bare off as a boolean.
 WorkAhead = Annotated[
-    Literal["off", "scores", "gradients"],
-    BeforeValidator(lambda given: "off" if given is False else given),
+    Literal["off", "scores", "gradients"], BeforeValidator(lambda given: "off" if given is False else given)
 ]
 
 

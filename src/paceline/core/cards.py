@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from paceline.core.errors import ConfigError
@@ -38,27 +38,20 @@ class Card:
 
 _NVLINK, _PCIE = 450e9, 50e9
 _GEN_4, _GEN_5 = 32e9, 64e9  # PCI Express with 16 lanes, by generation
+_H100 = Card(
+    name="H100",
+    num_bytes=81_559 * _MIB,
+    bandwidth=3.35e12,
+    flops=989e12,
+    link=_NVLINK,
+    bus=_GEN_5,
+    is_measured=True,
+)
 CARDS: Final[Mapping[str, Card]] = {
     card.name: card
     for card in (
-        Card(
-            name="H100",
-            num_bytes=81_559 * _MIB,
-            bandwidth=3.35e12,
-            flops=989e12,
-            link=_NVLINK,
-            bus=_GEN_5,
-            is_measured=True,
-        ),
-        Card(
-            name="H200",
-            num_bytes=143_771 * _MIB,
-            bandwidth=4.8e12,
-            flops=989e12,
-            link=_NVLINK,
-            bus=_GEN_5,
-            is_measured=True,
-        ),
+        _H100,
+        replace(_H100, name="H200", num_bytes=143_771 * _MIB, bandwidth=4.8e12),
         Card(name="A100", num_bytes=81_920 * _MIB, bandwidth=2.04e12, flops=312e12, link=300e9, bus=_GEN_4),
         Card(name="B200", num_bytes=183_359 * _MIB, bandwidth=8.0e12, flops=2250e12, link=900e9, bus=_GEN_5),
         Card(name="L40S", num_bytes=46_068 * _MIB, bandwidth=0.864e12, flops=362e12, link=_PCIE, bus=_GEN_4),

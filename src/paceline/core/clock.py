@@ -11,11 +11,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Returns the seconds since some fixed moment, never going back."""
-        ...
 
     def wall(self) -> float:
         """Returns the seconds since the epoch."""
-        ...
 
 
 class SystemClock:

@@ -87,11 +87,7 @@ RULES: Mapping[str, Rule] = {
             metric="steps in a row in which a reward component was the same for all responses",
             actions=_WITHOUT_SKIP,
         ),
-        Rule(
-            name="reward_errors",
-            metric="share of what a scorer could not score",
-            actions=_WITHOUT_SKIP,
-        ),
+        Rule(name="reward_errors", metric="share of what a scorer could not score", actions=_WITHOUT_SKIP),
         Rule(name="out_of_memory", metric="optimizer steps taken again in halves", actions=_WITHOUT_SKIP),
         Rule(name="non_finite", metric="numbers that are not finite", actions=_WITHOUT_SKIP),
         Rule(

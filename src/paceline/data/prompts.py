@@ -28,7 +28,6 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """Returns the text of token ids."""
-        ...
 
 
 class Tokenizer(Decoder, Protocol):
@@ -42,15 +41,12 @@ class Tokenizer(Decoder, Protocol):
 
     def get_vocab(self) -> Mapping[str, int]:
         """Returns all tokens with their ids."""
-        ...
 
     def get_added_vocab(self) -> Mapping[str, int]:
         """Returns the tokens that are matched before text is split."""
-        ...
 
     def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """Returns a mapping that has the text's token ids under "input_ids"."""
-        ...
 
     def apply_chat_template(
         self,
@@ -61,7 +57,6 @@ class Tokenizer(Decoder, Protocol):
         **options: Any,
     ) -> Any:
         """Renders a conversation as one text; `options` go to the template, for example its tools."""
-        ...
 
 
 def load_tokenizer(

@@ -297,10 +297,7 @@ def new_note(run_dir: Path, token: str) -> RunNote:
     """Makes a note for a run that this process launches."""
     launcher = psutil.Process()
     return RunNote(
-        run_dir=str(run_dir),
-        launcher_pid=launcher.pid,
-        launcher_started=launcher.create_time(),
-        token=token,
+        run_dir=str(run_dir), launcher_pid=launcher.pid, launcher_started=launcher.create_time(), token=token
     )
 
 

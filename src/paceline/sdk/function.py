@@ -168,9 +168,7 @@ def _batch_function(name: str, function: object) -> RewardFunction:
             f"reward function {name!r} is {type(function).__name__}, not a function: "
             "write f(items: list[ScoreItem]) -> list[float]"
         )
-    return RewardFunction(
-        reference=name, call=function, named=frozenset(), required=frozenset(), takes_any=False
-    )
+    return RewardFunction(reference=name, call=function)
 
 
 def _failed(item: ScoreItem, kind: RewardErrorKind, message: str) -> ScoreResult:

@@ -223,12 +223,15 @@ class Fields:
         """Returns whether an optional field is absent or nil."""
         return self._content.get(name) is None
 
-    def nested(self, name: str) -> Fields:
-        """Reads a nested mapping as `Fields`."""
+    def _mapping(self, name: str) -> dict[Any, Any]:
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
-        return Fields(f"{self._kind}.{name}", value)
+        return value
+
+    def nested(self, name: str) -> Fields:
+        """Reads a nested mapping as `Fields`."""
+        return Fields(f"{self._kind}.{name}", self._mapping(name))
 
     def mappings(self, name: str, *, max_items: int) -> list[Fields]:
         """Reads a list of mappings, each as `Fields`."""
@@ -240,9 +243,7 @@ class Fields:
 
     def numbers(self, name: str) -> dict[str, float]:
         """Reads a mapping of short names to finite numbers."""
-        value = self._get(name)
-        if type(value) is not dict:
-            self._wrong_type(name, value, "a mapping")
+        value = self._mapping(name)
         if len(value) > LIMITS.max_items:
             self.reject(
                 "too_large", f"{name} has {len(value)} items, at most {LIMITS.max_items} are accepted"
@@ -254,9 +255,7 @@ class Fields:
 
     def plain(self, name: str) -> dict[str, object]:
         """Reads a mapping of JSON values: text keys; text, finite numbers, bools, None, lists, mappings."""
-        value = self._get(name)
-        if type(value) is not dict:
-            self._wrong_type(name, value, "a mapping")
+        value = self._mapping(name)
         problem = plain_problem(value, LIMITS.max_depth)
         if problem:
             self.reject(problem[0], f"{name}: {problem[1]}")

@@ -232,8 +232,7 @@ def read_images(fields: Fields) -> tuple[Image, ...]:
     num_patches = sum(image.num_patches for image in images)
     if num_patches > LIMITS.max_tokens:
         fields.reject(
-            "too_large",
-            f"images have {num_patches} patches, at most {LIMITS.max_tokens} are accepted",
+            "too_large", f"images have {num_patches} patches, at most {LIMITS.max_tokens} are accepted"
         )
     return images
 

@@ -77,12 +77,7 @@ By = Mapping[Any, Any] | Callable[[Any], Any]
 
 
 def renamed(
-    key: str,
-    ours: str,
-    *,
-    default: Any = UNSET,
-    by: By | None = None,
-    unset: tuple[Any, ...] = (None,),
+    key: str, ours: str, *, default: Any = UNSET, by: By | None = None, unset: tuple[Any, ...] = (None,)
 ) -> ConversionRule:
     """Makes a rule for a key with another name here; `by` converts its value."""
 
@@ -137,12 +132,7 @@ def part(keys: str, of: str, default: Any = UNSET, unset: tuple[Any, ...] = (Non
 
 
 def rule(
-    keys: str,
-    ours: str,
-    convert: Convert,
-    *,
-    default: Any = UNSET,
-    unset: tuple[Any, ...] = (None,),
+    keys: str, ours: str, convert: Convert, *, default: Any = UNSET, unset: tuple[Any, ...] = (None,)
 ) -> ConversionRule:
     """Makes the rule of one or several keys, which are separated by spaces."""
     return ConversionRule(keys=tuple(keys.split()), ours=ours, convert=convert, default=default, unset=unset)

@@ -126,10 +126,7 @@ class ActorConfig(Section):
         "log-ratio, and its paper uses 0.4.",
     )
     clip_ratio_low: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Clip range below a ratio of 1; null: clip_ratio. 1: no bound below.",
+        None, gt=0, le=1, description="Clip range below a ratio of 1; null: clip_ratio. 1: no bound below."
     )
     clip_ratio_high: float | None = Field(
         None, gt=0, description="Clip range above a ratio of 1; null: clip_ratio."
@@ -161,9 +158,7 @@ class ActorConfig(Section):
         0.0, description="positive_loss_coef: responses with a score above this are right."
     )
     load_balance_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Mixture of Experts: weight of the load-balancing loss (actor/load_balance).",
+        0.0, ge=0, description="Mixture of Experts: weight of the load-balancing loss (actor/load_balance)."
     )
     router_replay: bool = Field(
         False,

@@ -206,12 +206,5 @@ class AlgorithmConfig(Section):
     @property
     def estimator_arguments(self) -> dict[str, Any]:
         """The keyword arguments of adv_estimator's function."""
-        available = {
-            "gamma": self.gamma,
-            "lam": self.lam,
-            "lam_policy": self.lam_policy,
-            "lam_critic": self.lam_critic,
-            "alpha": self.alpha,
-            "normalize_by_std": self.norm_adv_by_std_in_grpo,
-        }
+        available = {**dict(self), "normalize_by_std": self.norm_adv_by_std_in_grpo}
         return {name: available[name] for name in self.estimator.options}

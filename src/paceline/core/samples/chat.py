@@ -26,11 +26,7 @@ class ToolSpec:
 
     def to_template(self) -> dict[str, object]:
         """Returns the form that chat templates take."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": dict(self.parameters),
-        }
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 

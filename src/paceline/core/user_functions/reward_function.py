@@ -41,9 +41,9 @@ class RewardFunction:
 
     reference: str
     call: Callable[..., object]
-    named: frozenset[str]
-    required: frozenset[str]
-    takes_any: bool
+    named: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()
+    takes_any: bool = False
 
     @property
     def is_async(self) -> bool:
@@ -117,9 +117,7 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
-        return RewardFunction(
-            reference=reference, call=function, named=frozenset(), required=frozenset(), takes_any=False
-        )
+        return RewardFunction(reference=reference, call=function)
     if is_of_verl(signature.parameters):
         return _of_verl(reference, function, signature.parameters)
     if is_of_trl(signature.parameters):
@@ -202,13 +200,8 @@ def inspect_group_function(reference: str, function: object) -> RewardFunction:
     except ValueError:  # some functions written in C have none
         signature = {}
     if is_of_trl(signature) and not inspect.iscoroutinefunction(function):
-        return RewardFunction(
-            reference=reference,
-            call=as_trl_calls(function, signature),
-            named=frozenset(("completions",)),
-            required=frozenset(),
-            takes_any=False,
-        )
+        named_alone = frozenset(("completions",))
+        return RewardFunction(reference=reference, call=as_trl_calls(function, signature), named=named_alone)
     parameters = list(signature.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[1:]]

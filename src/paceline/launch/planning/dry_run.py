@@ -24,10 +24,7 @@ def describe(config: RunConfig, machine: Machine | None = None) -> str:
     specs = [
         plan.controller(config, run_dir, run_dir / "controller.address"),
         *plan.members(
-            config,
-            machine or Machine.here(),
-            controller_address=plan.CONTROLLER_PLACE,
-            master_port=0,
+            config, machine or Machine.here(), controller_address=plan.CONTROLLER_PLACE, master_port=0
         ),
     ]
     tree = config.model_dump(mode="json")

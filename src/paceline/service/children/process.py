@@ -93,13 +93,7 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls,
-        module: str,
-        setup: object,
-        *,
-        role: str,
-        imports: str,
-        limits: ChildLimits = ChildLimits(),
+        cls, module: str, setup: object, *, role: str, imports: str, limits: ChildLimits = ChildLimits()
     ) -> Self:
         """Starts `python -m MODULE` and waits until it has imported the user's code.
 

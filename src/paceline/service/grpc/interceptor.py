@@ -62,8 +62,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 async def _refuse_token(_: Any, context: Any) -> None:
     await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED,
-        "wrong, expired or missing token, or one of another scope",
+        grpc.StatusCode.UNAUTHENTICATED, "wrong, expired or missing token, or one of another scope"
     )
 
 

@@ -15,11 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.addresses import is_loopback, join, to_advertise, to_bind
-from paceline.service.grpc.connection import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    KEEPALIVE_S,
-    common_options,
-)
+from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_S, common_options
 from paceline.service.grpc.fencing import TermFence
 from paceline.service.grpc.interceptor import CallInterceptor
 from paceline.service.identity.credentials import INSECURE, TLS_DIR, Credentials, server_credentials

@@ -188,10 +188,7 @@ def shutdown() -> None:
 
 @contextmanager
 def span(
-    name: str,
-    *,
-    traceparent: str | None = None,
-    attributes: Mapping[str, AttributeValue] | None = None,
+    name: str, *, traceparent: str | None = None, attributes: Mapping[str, AttributeValue] | None = None
 ) -> Iterator[trace.Span]:
     """Opens a span around a block; its parent is `traceparent` (W3C) if given, else the open span.
 

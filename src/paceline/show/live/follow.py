@@ -5,13 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.core.errors import PeerLostError
-from paceline.core.run_record.run_events import (
-    EndEvent,
-    NoticeEvent,
-    PhaseEvent,
-    StepEvent,
-    ValidationEvent,
-)
+from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEvent, ValidationEvent
 from paceline.runs.controller_client import ControllerClient
 from paceline.service.identity.credentials import Credentials
 from paceline.show.live.signs import Signs

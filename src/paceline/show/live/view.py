@@ -23,31 +23,24 @@ class View(Protocol):
 
     def milestone(self, text: str) -> None:
         """Shows that a part of the start-up begins or is done."""
-        ...
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
         """Shows that the run is in this phase; the counts are 0 in a phase that counts nothing."""
-        ...
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Shows a step that is finished."""
-        ...
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Shows a validation that arrived while later steps were trained."""
-        ...
 
     def notice(self, text: str) -> None:
         """Shows messages for the user."""
-        ...
 
     def pulse(self) -> None:
         """Is called about once a second, so that a view can show a sign of life during long waits."""
-        ...
 
     def close(self) -> None:
         """Is called when nothing more follows."""
-        ...
 
 
 class PlainView:

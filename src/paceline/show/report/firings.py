@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +51,6 @@ def _summary(rule: str, network: str, events: Sequence[Row]) -> FiredRule:
         return _reading(rule, event).badness
 
     worst = max(events, key=badness)
-    actions: dict[str, int] = {}
-    for event in events:
-        action = str(event.get("action", ""))
-        actions[action] = actions.get(action, 0) + 1
     return FiredRule(
         name=f"{rule} ({network})" if network else rule,
         steps=[int(event["step"]) for event in events],
@@ -62,7 +59,7 @@ def _summary(rule: str, network: str, events: Sequence[Row]) -> FiredRule:
         worst_step=int(worst["step"]),
         threshold=_reading(rule, worst).threshold(float(worst["bound"])),
         sense=RULES[rule].sense.value,
-        actions=actions,
+        actions=dict(Counter(str(event.get("action", "")) for event in events)),
     )
 
 

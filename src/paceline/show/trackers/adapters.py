@@ -49,7 +49,7 @@ class Wandb:
         self._run.finish(exit_code=0 if ok else 1)
 
 
-class Tensorboard:
+class Tensorboard(Tracker):
     """Writes event files in RUN_DIR/tensorboard."""
 
     def begin(self, run: TrackedRun) -> None:
@@ -64,10 +64,6 @@ class Tensorboard:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step, Summary(value=values), at)
-
-    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Writes the metrics under their step."""
-        self.step(step, metrics, at)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Writes the samples as one text."""
@@ -94,7 +90,7 @@ class Tensorboard:
         self._writer.flush()
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """MLflow at MLFLOW_TRACKING_URI, or at MLflow's default place."""
 
     _TAG = "paceline.run_id"
@@ -122,10 +118,6 @@ class Mlflow:
         at_ms = int(at * 1000)
         self._client.log_batch(self._id, [Metric(key, value, at_ms, step) for key, value in metrics.items()])
 
-    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Logs the metrics under their step."""
-        self.step(step, metrics, at)
-
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Writes the samples as an artifact."""
         self._client.log_dict(self._id, {"samples": [dict(row) for row in rows]}, f"samples/{step:06d}.json")
@@ -135,7 +127,7 @@ class Mlflow:
         self._client.set_terminated(self._id, status="FINISHED" if ok else "FAILED")
 
 
-class Trackio:
+class Trackio(Tracker):
     """Writes to Trackio's database in TRACKIO_DIR."""
 
     def begin(self, run: TrackedRun) -> None:
@@ -149,10 +141,6 @@ class Trackio:
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Logs the metrics of a step."""
         self._trackio.log(dict(metrics), step=step)
-
-    def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Logs the metrics under their step."""
-        self.step(step, metrics, at)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Logs the samples as one text."""

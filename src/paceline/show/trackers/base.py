@@ -28,20 +28,16 @@ class Tracker(Protocol):
 
     def begin(self, run: TrackedRun) -> None:
         """Opens the run, or continues it."""
-        ...
 
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Takes a step's finite metrics; `at` is the Unix time of its end."""
-        ...
 
     def validation(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Takes the finite metrics of a step's validation, after those of later steps."""
-        ...
+        """Takes the metrics of a step's validation, after those of later steps; by default as `step`."""
+        self.step(step, metrics, at)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Takes some samples of a validation, each with the same keys."""
-        ...
 
     def end(self, *, ok: bool) -> None:
         """Closes the run at the tracker."""
-        ...

@@ -16,8 +16,8 @@ from typing import Final
 import msgpack
 import numpy as np
 
-from paceline.core.collector import collector_paused
 from paceline.core.errors import WeightSyncError
+from paceline.service.imports import without_collections
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.columns import IntArray, ranges
 from paceline.weights.geometry.layout import RankLayout, RankPlace, expand_all
@@ -296,7 +296,7 @@ class TransferPlan:
         return self.item_bytes * max(*ends, network) + _ROUND_COST_BYTES * num_rounds
 
 
-@collector_paused()
+@without_collections()
 def build_plan(
     sources: Sequence[RankLayout],
     destinations: Sequence[RankLayout],

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.collector import collector_paused
+from paceline.service.imports import without_collections
 from paceline.weights.geometry.columns import IntArray
 from paceline.weights.geometry.parameters import tensor_of
 from paceline.weights.geometry.views import Views
@@ -83,7 +83,7 @@ class StagingLayout:
             yield own[self.pieces(number)], self.staged(number, slots)
 
 
-@collector_paused()
+@without_collections()
 def lay_out(plan: TransferPlan, num_learners: int, rank: int) -> StagingLayout:
     """Lays out the messages of a group rank.
 

@@ -86,10 +86,7 @@ def _call_to_proto(call: ToolCall) -> pb.ChatToolCall:
     except InvalidMessageError as error:
         problem = problem or str(error)
     return pb.ChatToolCall(
-        call_id=call.call_id,
-        name=encodable(call.name),
-        arguments_json=arguments,
-        problem=encodable(problem),
+        call_id=call.call_id, name=encodable(call.name), arguments_json=arguments, problem=encodable(problem)
     )
 
 

@@ -43,20 +43,15 @@ HEADER, GROUP, SCORED, REFUSAL = "trajectory_header", "trajectory_group", "score
 def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
     """Packs a sample's header as bytes."""
     return pack(
-        HEADER,
-        {
-            **_pack_header(header),
-            "seconds": header.seconds,
-            "context": pack_context(header.context),
-            "episode": pack_episode(header.episode),
-            "num_patches": header.num_patches or None,
-        },
+        HEADER, {**_pack_header(header), "seconds": header.seconds, "context": pack_context(header.context)}
     )
 
 
 def _pack_header(header: SampleHeader) -> dict[str, Any]:
     return {
-        **values_of(header, of=SampleHeader, without=("episode", "num_patches", "ranges")),
+        **values_of(header, of=SampleHeader, without=("ranges",)),
+        "episode": pack_episode(header.episode),
+        "num_patches": header.num_patches or None,
         "trajectory_id": pack_trajectory_id(header.trajectory_id),
         "policy": pack_policy(header.policy),
         "finish_reason": header.finish_reason.value,
@@ -153,11 +148,9 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "scorer": header.scorer,
             "reward_s": header.reward_s,
             "text_key": header.text_key or None,
-            "episode": pack_episode(header.episode),
             "token_rewards": [list(pair) for pair in header.token_rewards] or None,
             "normalized": [list(part) for part in header.normalized] or None,
             "teacher_digest": header.teacher_digest or None,
-            "num_patches": header.num_patches or None,
         },
     )
 
@@ -166,21 +159,12 @@ def encode_group_refusal(refusal: GroupRefusal) -> bytes:
     """Packs a group's refusal as bytes."""
     return pack(
         REFUSAL,
-        {
-            **values_of(refusal),
-            "purpose": str(refusal.purpose),
-            "policy": pack_policy(refusal.policy),
-        },
+        {**values_of(refusal), "purpose": str(refusal.purpose), "policy": pack_policy(refusal.policy)},
     )
 
 
 def refusal_of(
-    message: bytes,
-    *,
-    server_id: str,
-    reason: str,
-    detail: str,
-    deliveries: int,
+    message: bytes, *, server_id: str, reason: str, detail: str, deliveries: int
 ) -> GroupRefusal | None:
     """Makes a refusal for the group of a message in the mailbox `prompts` or `trajectories`.
 

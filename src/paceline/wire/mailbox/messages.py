@@ -16,12 +16,7 @@ import numpy as np
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.samples.expert_choices import ExpertChoices, choices_digest
-from paceline.core.samples.trajectory import (
-    FinishReason,
-    Float32Array,
-    PromptGroup,
-    Trajectory,
-)
+from paceline.core.samples.trajectory import FinishReason, Float32Array, PromptGroup, Trajectory
 from paceline.core.training import DIGEST_BYTES
 from paceline.wire.fields import LIMITS, Fields, pack, pack_array, unpack
 from paceline.wire.parts import (

@@ -148,9 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ground-truth-key", metavar="COLUMN", help="column with the right answer (default: looked for)"
     )
     parser.add_argument(
-        "--reward",
-        metavar="NAME",
-        help="exact_match, gsm8k, math_verify, or path/to/file.py:function",
+        "--reward", metavar="NAME", help="exact_match, gsm8k, math_verify, or path/to/file.py:function"
     )
     parser.add_argument("--algorithm", choices=_ALGORITHMS, help="default: grpo")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: 200)")

@@ -18,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     arguments.add_controller(parser)
     parser.add_argument(
-        "--now",
-        action="store_true",
-        help="end the run at once; the steps since its last checkpoint are lost",
+        "--now", action="store_true", help="end the run at once; the steps since its last checkpoint are lost"
     )
     parser.add_argument(
         "--timeout",

@@ -100,10 +100,7 @@ def correction(value: Any, tree: Tree) -> Tree | Changed:
         if low is not None or high is None:
             raise ValueError(f"{mode} with a lower bound or without an upper one is not here; see {key}")
         return {f"{key}.method": "tis", f"{key}.level": level, f"{key}.cap": number(high)}
-    bounds = {
-        f"{key}.low": number(low or 0.0),
-        f"{key}.high": _NO_BOUND if high is None else number(high),
-    }
+    bounds = {f"{key}.low": number(low or 0.0), f"{key}.high": _NO_BOUND if high is None else number(high)}
     if mode == "token_mask":
         return {f"{key}.method": "icepop", f"{key}.level": "token", **bounds}
     if mode == "sequence_mask":

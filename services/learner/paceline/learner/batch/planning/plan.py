@@ -23,10 +23,10 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from paceline.core.collector import collector_paused
 from paceline.core.errors import ConfigError, DataError
 from paceline.learner.batch.planning.arithmetic import Arithmetic, RowCosts, RowLength
 from paceline.learner.batch.planning.bin_packing import Bundle, pack_bins
+from paceline.service.imports import without_collections
 
 CPU_TOKEN_BUDGET = 3072
 """Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
@@ -131,7 +131,7 @@ def plan_batch(
     )
 
 
-@collector_paused()
+@without_collections()
 def plan_chunk(
     rows: Sequence[RowLength],
     first_row: int,
