@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.core.samples.expert_choices import ExpertChoices
+from paceline.core.training import BatchRow
 from paceline.learner.batch.blobs import fetch_rows
 from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
@@ -23,6 +25,7 @@ from paceline.learner.model.decoder import experts, router_replay
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import Learner
+from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
 from support.architectures import tiny_config
 from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, draw_choices, make_batch, run_config
 from support.learner_scenarios import numbers, take_step
@@ -211,12 +214,21 @@ def test_a_shared_prompt_has_its_choices_once(ranks: Ranks, tmp_path: Path) -> N
     torch.testing.assert_close(*log_probs, atol=1e-5, rtol=1e-5)
 
 
+def with_other_choices(row: BatchRow, blob: bytes) -> tuple[BatchRow, bytes]:
+    """The sample of an engine that chose other experts for the prompt, too."""
+    trajectory = decode_trajectory(blob, vocab_size=VOCAB_SIZE)
+    drawn = draw_choices([7], row.num_prompt_tokens + row.num_response_tokens, 3, NUM_EXPERTS, NUM_CHOSEN)
+    blob = encode_trajectory(replace(trajectory, expert_choices=ExpertChoices.of(drawn)))
+    return replace(row, blob_digest=blob_digest(blob)), blob
+
+
 def test_all_samples_of_a_prompt_have_the_first_ones_choices_for_it() -> None:
-    """Also one that the engine gave none; other prompts keep their own."""
+    """Also one that the engine gave none, and one with others; other prompts keep their own."""
     made, blobs = make_batch(num_prompts=2, num_samples=4, choices=(3, 4, 2))
     plain, without = make_batch(num_prompts=2, num_samples=4)
     rows = dict(enumerate(made))
     rows[2], blobs[rows[2].blob_key] = plain[2], without[rows[2].blob_key]
+    rows[3], blobs[rows[3].blob_key] = with_other_choices(rows[3], blobs[rows[3].blob_key])
     wanted = [1, 2, 3, 6]
 
     def fetch(places: list[int]) -> dict[int, PackedRow]:

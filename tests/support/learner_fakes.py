@@ -111,8 +111,9 @@ def make_batch(
     """Rows in batch order and their blobs by key, drawn from the seed; greedy answers from the prompt id.
 
     `sampler` gives the response's log-probs; without it they are drawn, too. With `choices`, tokens but the
-    last have drawn experts: (layers, experts, experts per token). With `teacher`, response tokens have
-    so many likeliest ones of a teacher that is drawn, too.
+    last have drawn experts: (layers, experts, experts per token); samples of a prompt have equal ones for it,
+    as from an engine that computes the prompt once. With `teacher`, response tokens have so many likeliest
+    ones of a teacher that is drawn, too.
     """
     rng = np.random.default_rng([seed, step])
     rows, blobs = [], {}
@@ -132,6 +133,7 @@ def make_batch(
             if choices is not None:
                 seed_of = [seed, step, prompt_id, sample]
                 drawn = draw_choices(seed_of, len(prompt) + length, *choices)
+                drawn[: len(prompt)] = draw_choices([seed, step, prompt_id], len(prompt) + 1, *choices)[:-1]
                 trajectory = dataclasses.replace(trajectory, expert_choices=ExpertChoices.of(drawn))
             key = f"blob:{trajectory.trajectory_id}"
             blobs[key], digest = encode_trajectory(trajectory), ""

@@ -25,6 +25,7 @@ EVERY_TIME = (
     ("context 2, 2 copies", "teacher"),
     ("experts 2", "experts"),
     ("experts 2, context 2", "adapters"),
+    ("experts 4", "replay"),
 )
 """Meshes and variants that `make test` compares with one rank."""
 GRID = (

@@ -119,7 +119,8 @@ def config_of(ranks: Ranks, models: Path, variant: str) -> RunConfig:
     actor = {"ppo_mini_batch_size": NUM_PROMPTS // 2, "ppo_max_token_len_per_gpu": 64, "optim": optim}
     actor |= sections.get("actor", {})
     actor["ppo_max_token_len_per_gpu"] //= context
-    sizes = {"world_size": ranks.world.size, "context_parallel": context}
+    expert = 1 if ranks.experts is None else ranks.experts.size(-1)
+    sizes = {"world_size": ranks.world.size, "context_parallel": context, "expert_parallel": expert}
     return run_config(
         models / kind,
         **{

@@ -204,9 +204,6 @@ def _choices_can_be_repeated(config: DerivedSettings) -> None:
     if not config.actor.router_replay:
         return
     refused = {
-        "learner.expert_parallel, since choices are not replayed on divided experts; leave one of them out": (
-            config.learner.expert_parallel > 1
-        ),
         "rollout.in_flight: recompute, which chooses the experts of earlier tokens again; write keep or "
         "wait": config.rollout.in_flight == "recompute",
         "algorithm.replay.prompts_per_step: files of trajectories, which are its buffer, have no choices of "

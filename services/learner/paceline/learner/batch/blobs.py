@@ -132,8 +132,14 @@ def _read_teacher(
 def _share_prompt_choices(packed: dict[int, PackedRow], rows: Mapping[int, BatchRow]) -> None:
     """Gives all samples of a prompt the first one's choices of experts for the prompt's tokens.
 
-    An engine computes a prompt, or its end, once per sample, and rounding may change a choice. Packed with
-    shared prompts or without, in whichever micro-batch, a row then has the same log-probs.
+    Samples that one server draws have the same choices for the part of the prompt that its prefix cache
+    holds. In the rest, which is computed for each sample, rounding may change a choice; so may another server
+    that goes on with the samples or, with `rollout.in_flight: keep`, another version. A shared prompt is
+    packed once and can take only one sample's choices. With the first one's, a row has the same log-probs
+    with shared prompts or without, in whichever micro-batch.
+
+    A rank knows only its own rows. If samples of a prompt that differ in these choices are spread over ranks,
+    numbers depend on how they are spread.
     """
     leaders: dict[tuple[int, int], PackedRow] = {}
     with_choices = [index for index in sorted(packed) if packed[index].expert_choices is not None]
