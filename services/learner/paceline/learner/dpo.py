@@ -8,7 +8,6 @@ starting model, and scores all pairs before the first step.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +25,11 @@ from paceline.data.prompts import encode_prompt
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training
 from paceline.learner.batch.types import MicroBatch, PackedRow
-from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy, read_config
-from paceline.learner.model.networks import PolicyNetwork, num_parameters
+from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import DTYPES
 
 PairLoss = Callable[[PairScores, float], Tensor]
@@ -124,15 +123,13 @@ class DpoTrainer(pair_training.PairTrainer[PolicyNetwork]):
         """
         loss_of = self._loss_of(self._reference_point(indices))
         losses = [partial(self._loss, batch, len(indices), loss_of) for batch in self._batches(indices)]
-        (loss, num_right, margin), numbers = self.tuner.step(losses, step=step)
+        (loss, num_right, margin), numbers = self._update(losses, step=step)
         count = len(indices)
         return {"loss": loss, "accuracy": num_right / count, "margin": margin / count, **numbers}
 
     def accuracy(self, indices: Sequence[int]) -> float:
         """Returns the share of the pairs whose better answer has gained more than the worse."""
-        num_right = self._total(
-            self._batches(indices), lambda batch: _numbers(self._scores(batch), self._gains_of)[0]
-        )
+        num_right = self._total(self._batches(indices), lambda batch: self._numbers(self._scores(batch))[0])
         return num_right / len(indices)
 
     def _score_by_reference(self, batches: Sequence[Sequence[int]], held_out: Sequence[int]) -> None:
@@ -170,7 +167,7 @@ class DpoTrainer(pair_training.PairTrainer[PolicyNetwork]):
         for batch in batches:
             own, _ = self._row_sums(batch)
             sums[list(batch.rows)] = own.double()
-        forget_forward_passes(self._network)
+        forget_forward_passes(self.network)
         return self._ranks.data.all_sum(sums).tolist()
 
     def _batches(self, indices: Sequence[int]) -> list[MicroBatch]:
@@ -181,7 +178,7 @@ class DpoTrainer(pair_training.PairTrainer[PolicyNetwork]):
 
     def _row_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns sums of log-probs and numbers of tokens per row of a micro-batch; none for a filler."""
-        log_probs = self._network(batch).log_probs
+        log_probs = self.network(batch).log_probs
         sums = batch.table(log_probs).where(batch.mask, 0.0).sum(-1)
         return sums[: len(batch.rows)], batch.mask.sum(-1)[: len(batch.rows)]
 
@@ -215,23 +212,17 @@ class DpoTrainer(pair_training.PairTrainer[PolicyNetwork]):
         if own.sft_coef:
             losses = losses - own.sft_coef * scores.chosen / scores.chosen_tokens
         share = losses.sum() / num_pairs
-        return share, torch.cat([share.detach().double().reshape(1), _numbers(scores, self._gains_of)])
+        return share, torch.cat([share.detach().double().reshape(1), self._numbers(scores)])
 
-    def _gains_of(self, scores: PairScores) -> tuple[Tensor, Tensor]:
-        """Returns the implicit rewards of better and worse answers in this loss."""
+    def _numbers(self, scores: PairScores) -> Tensor:
+        """Returns how many pairs are in order, and the sum of the margins of their implicit rewards."""
         own = self._config.dpo
         if own.loss == "simpo":
             better, worse = scores.chosen / scores.chosen_tokens, scores.rejected / scores.rejected_tokens
         else:
             better, worse = scores.gain_chosen, scores.gain_rejected
-        return own.strength * better, own.strength * worse
-
-
-def _numbers(scores: PairScores, gains_of: Callable[[PairScores], tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns how many pairs are in order, and the sum of the margins of all pairs."""
-    better, worse = gains_of(scores)
-    margins = (better - worse).detach().double()
-    return torch.stack([(margins > 0).sum().double(), margins.sum()])
+        margins = (own.strength * better - own.strength * worse).detach().double()
+        return torch.stack([(margins > 0).sum().double(), margins.sum()])
 
 
 def _shifted(indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -266,32 +257,21 @@ def train(config: DpoRunConfig, environment: RankEnvironment) -> None:
     )
     pairs, num_left_out = read_preferences(config, own.train_files)
     val = read_preferences(config, own.val_files)[0] if own.val_files else []
-    pair_training.say(
-        ranks,
-        f"dpo: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
-        f"out), {own.steps} steps of {own.batch_size} by {own.loss} on {ranks.world.size} "
-        f"{ranks.device.type} ranks; the starting model scores them first",
-    )
+    pair_training.announce(network, own, len(pairs), num_left_out, name="dpo", ranks=ranks)
     order = pair_training.batch_indices(len(pairs), own.batch_size, config.seed, section="dpo")
     held_out = range(len(pairs), len(pairs) + len(val))
     batches = list(islice(order, own.steps))
     trainer = DpoTrainer(config, network, ranks, [*pairs, *val], batches, held_out)
-    began = time.monotonic()
 
     def take_step(step: int, indices: list[int]) -> str:
         return pair_training.in_words(trainer.step(step, indices))
 
-    checkpoints = pair_training.take_steps(
-        config, own, trainer.tuner, len(pairs), take_step, name="dpo", ranks=ranks
+    def report() -> str:
+        return f"accuracy {trainer.accuracy(held_out):.4f} on {len(val):,}"
+
+    pair_training.complete(
+        config, own, trainer, len(pairs), take_step, held_out=report, name="dpo", ranks=ranks
     )
-    if val:
-        pair_training.say(
-            ranks, f"dpo: accuracy {trainer.accuracy(held_out):.4f} on {len(val):,} held-out pairs"
-        )
-    pair_training.write_policy(config, network, ranks, own.output, key="dpo.output")
-    checkpoints.remove()
-    pair_training.say(ranks, f"dpo: wrote {own.output} after {time.monotonic() - began:.1f} s")
-    leave_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from paceline.config.load import load
 from paceline.config.services import LearnerConfig
-from paceline.config.training.tuning import PairDataConfig, TuningConfig
+from paceline.config.training.tuning import DpoConfig, PairDataConfig, TuningConfig
 from paceline.config.tuning import TuningRunConfig
 from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
 from paceline.core.samples.trajectory import Int32Array
@@ -35,6 +36,7 @@ from paceline.learner.distributed.ranks import (
     Ranks,
     choose_device,
     form_group,
+    leave_group,
     open_store,
     use_threads,
 )
@@ -49,7 +51,7 @@ from paceline.learner.model.folder import (
 )
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.lora import is_adapter, with_adapters
-from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, num_parameters
 from paceline.learner.model.self_test import check_model
 from paceline.learner.train.state.learner import DTYPES
 from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Trainable
@@ -60,6 +62,7 @@ from paceline.service.process import die_with_parent
 log = logging.getLogger(__name__)
 
 _REPORTS = 20
+"""About how many steps report a line, in addition to the first and the last."""
 _MAX_SKIPPED = 10
 
 C = TypeVar("C", bound=TuningRunConfig)
@@ -136,11 +139,12 @@ def batch_indices(num_pairs: int, batch_size: int, seed: int, *, section: str = 
         epoch += 1
 
 
-class Tuner(Generic[N]):
-    """Takes optimizer steps on a network with a section's settings; every rank calls it."""
+class PairTrainer(Generic[N]):
+    """A base class of trainers, whose micro-batches do not separate a pair's rows; every rank calls it."""
 
     def __init__(self, tuning: TuningConfig, network: N, ranks: Ranks) -> None:
         self.network, self._ranks = network, ranks
+        self._token_budget = tuning.max_token_len_per_gpu
         self._trainable = Trainable(
             network=network,
             collectives=count_collectives(network, ranks),
@@ -175,7 +179,7 @@ class Tuner(Generic[N]):
         """Returns the numbers needed to continue a training, in addition to its state."""
         return {"num_skipped": self._num_skipped}
 
-    def step(self, losses: Sequence[PartLoss], *, step: int) -> tuple[list[float], dict[str, float]]:
+    def _update(self, losses: Sequence[PartLoss], *, step: int) -> tuple[list[float], dict[str, float]]:
         """Takes an optimizer step, counted from 1; returns the sums over ranks, grad_norm and lr.
 
         Raises:
@@ -186,15 +190,6 @@ class Tuner(Generic[N]):
         if self._num_skipped >= _MAX_SKIPPED:
             raise NumericsError(f"{_MAX_SKIPPED} steps in a row: {outcome.skip_reason}; lower the rate (lr)")
         return sums.tolist(), {"grad_norm": outcome.grad_norm, "lr": self._trainable.schedule.at(step)}
-
-
-class PairTrainer(Generic[N]):
-    """A base class of trainers: a tuner, and micro-batches in which a pair's rows are not separated."""
-
-    def __init__(self, tuning: TuningConfig, network: N, ranks: Ranks) -> None:
-        self._network, self._ranks = network, ranks
-        self._token_budget = tuning.max_token_len_per_gpu
-        self.tuner = Tuner(tuning, network, ranks)
 
     def _cut(
         self, lengths: Iterable[tuple[int, ...]], make_rows: Callable[[int], list[PackedRow]]
@@ -220,7 +215,7 @@ class PairTrainer(Generic[N]):
             0,
             num_data_ranks=self._ranks.data.size,
             token_budget=effective_budget(budget, device.type, max(row.num_budgeted for row in rows)),
-            arithmetic=arithmetic_of(self._network),
+            arithmetic=arithmetic_of(self.network),
         )
         return [
             pack([row for index in indices for row in make_rows(index)], device)
@@ -233,7 +228,7 @@ class PairTrainer(Generic[N]):
         total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         for batch in batches:
             total += number_of(batch)
-        forget_forward_passes(self._network)
+        forget_forward_passes(self.network)
         return float(self._ranks.data.all_sum(total).item())
 
 
@@ -260,7 +255,7 @@ def answer_row(
 def take_steps(
     config: TuningRunConfig,
     section: TuningConfig,
-    tuner: Tuner[N],
+    trainer: PairTrainer[N],
     num_pairs: int,
     take_step: Callable[[int, list[int]], str],
     *,
@@ -282,20 +277,20 @@ def take_steps(
     root = Path(section.output)
     checkpoints = TuningCheckpoints(
         root.with_name(root.name + ".checkpoints"),
-        tuner.state(),
+        trainer.state(),
         identity={"config": _identity(config, section, name), "num_pairs": num_pairs},
         save_freq=section.save_freq,
         ranks=ranks,
     )
     done, numbers = checkpoints.load()
     if done:
-        tuner.go_on(numbers)
+        trainer.go_on(numbers)
         say(ranks, f"{name}: goes on after step {done}")
     order = batch_indices(num_pairs, section.batch_size, config.seed, section=name)
     for step, indices in enumerate(islice(order, done, section.steps), done + 1):
         line = take_step(step, indices)
-        checkpoints.after(step, tuner.numbers)
-        if is_reported(step, section.steps):
+        checkpoints.after(step, trainer.numbers)
+        if step % max(1, section.steps // _REPORTS) == 0 or step in (1, section.steps):
             say(ranks, f"{name}: step {step}/{section.steps} {line}")
     return checkpoints
 
@@ -308,21 +303,63 @@ def _identity(config: TuningRunConfig, section: TuningConfig, name: str) -> dict
     return {**config.model_dump(mode="json", include={"data", "model", "seed"}), name: own}
 
 
-def is_reported(step: int, total: int) -> bool:
-    """Returns whether to print a line for a step: about twenty in all, with the first and the last."""
-    return step % max(1, total // _REPORTS) == 0 or step in (1, total)
-
-
 def say(ranks: Ranks, line: str) -> None:
     """Prints a line, once for all ranks."""
     if ranks.world.rank == 0:
         print(line, flush=True)
 
 
-def write_policy(
-    config: TuningRunConfig, network: PolicyNetwork, ranks: Ranks, output: str, *, key: str
+def announce(
+    network: PolicyNetwork | ValueNetwork,
+    section: TuningConfig,
+    num_pairs: int,
+    num_left_out: int,
+    *,
+    name: str,
+    ranks: Ranks,
 ) -> None:
-    """Writes the trained policy as a model folder; adapters are merged, and also written to ADAPTERS.
+    """Prints what is about to be trained, on how much and where."""
+    loss = f" by {section.loss}" if isinstance(section, DpoConfig) else ""
+    scores = "; the starting model scores them first" if isinstance(section, DpoConfig) else ""
+    say(
+        ranks,
+        f"{name}: {num_parameters(network):,} parameters, {num_pairs:,} pairs ({num_left_out} over-long left "
+        f"out), {section.steps} steps of {section.batch_size}{loss} on {ranks.world.size} "
+        f"{ranks.device.type} ranks{scores}",
+    )
+
+
+def complete(
+    config: TuningRunConfig,
+    section: TuningConfig,
+    trainer: PairTrainer[N],
+    num_pairs: int,
+    take_step: Callable[[int, list[int]], str],
+    *,
+    held_out: Callable[[], str],
+    name: str,
+    ranks: Ranks,
+) -> None:
+    """Takes the steps, reports on held-out pairs if there are any, and writes the model; leaves the group.
+
+    Args:
+        take_step: as in `take_steps`; raises as it does.
+        held_out: returns the report on the pairs of `val_files`.
+    """
+    began = time.monotonic()
+    checkpoints = take_steps(config, section, trainer, num_pairs, take_step, name=name, ranks=ranks)
+    if section.val_files:
+        say(ranks, f"{name}: {held_out()} held-out pairs")
+    _write_model(config, trainer.network, ranks, section.output, key=f"{name}.output")
+    checkpoints.remove()
+    say(ranks, f"{name}: wrote {section.output} after {time.monotonic() - began:.1f} s")
+    leave_group()
+
+
+def _write_model(
+    config: TuningRunConfig, network: PolicyNetwork | ValueNetwork, ranks: Ranks, output: str, *, key: str
+) -> None:
+    """Writes the trained model as a folder; adapters are merged, and also written to ADAPTERS.
 
     Args:
         ranks: the group; every rank calls it.
@@ -335,22 +372,23 @@ def write_policy(
     def write_all(tensors: Tensors, out: Path) -> None:
         write_folder(
             out,
-            (pair for pair in tensors if not is_adapter(pair[0])),
+            ((name.replace("value_head.", "score."), x) for name, x in tensors if not is_adapter(name)),
             source=Path(model.path),
             tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
             dtype=DTYPES[model.dtype],
+            is_reward_model=isinstance(network, ValueNetwork),
         )
         if lora is not None:
             write_adapters(out / ADAPTERS, adapters, lora=lora, base=model.path)
 
     def write(tensors: Tensors) -> None:
-        replace_folder(Path(output), partial(write_all, tensors), key=key)
+        _replace_folder(Path(output), partial(write_all, tensors), key=key)
 
     with with_adapters(network) if lora else nullcontext():
         write_from_ranks(network, ranks, write)
 
 
-def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> None:
+def _replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> None:
     """Writes a folder next to `out`, then replaces `out` by it.
 
     Args:

@@ -8,11 +8,9 @@ Bradley-Terry model's: -log sigmoid(score of the better answer - score of the wo
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,12 +24,11 @@ from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training
 from paceline.learner.batch.types import MicroBatch, PackedRow
-from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.decoder.layers import LayerOptions
-from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
 from paceline.learner.model.loading import Precision, load_critic, read_config
-from paceline.learner.model.networks import ValueNetwork, num_parameters
+from paceline.learner.model.networks import ValueNetwork
 from paceline.learner.train.state.learner import DTYPES
 
 
@@ -99,7 +96,7 @@ class RmTrainer(pair_training.PairTrainer[ValueNetwork]):
             NumericsError: too many steps in a row had no finite loss or gradient.
         """
         losses = [partial(self._loss, batch, pairs) for batch in self._batches(pairs)]
-        (loss, num_right), numbers = self.tuner.step(losses, step=step)
+        (loss, num_right), numbers = self._update(losses, step=step)
         return {"loss": loss, "accuracy": num_right / len(pairs), **numbers}
 
     def accuracy(self, pairs: Sequence[Comparison]) -> float:
@@ -123,7 +120,7 @@ class RmTrainer(pair_training.PairTrainer[ValueNetwork]):
 
     def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the scores of better and of worse answers in a micro-batch; filler rows have none."""
-        values = self._network(batch)
+        values = self.network(batch)
         own = values[: len(batch.rows)]
         # A filler's number stays in the graph: every rank takes part in the backward pass.
         own = own + 0.0 * values.sum()
@@ -164,43 +161,18 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
     )
     pairs, num_left_out = read_comparisons(config, rm.train_files)
     val = read_comparisons(config, rm.val_files)[0] if rm.val_files else []
-    pair_training.say(
-        ranks,
-        f"rm: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
-        f"out), {rm.steps} steps of {rm.batch_size} on {ranks.world.size} {ranks.device.type} ranks",
-    )
+    pair_training.announce(network, rm, len(pairs), num_left_out, name="rm", ranks=ranks)
     trainer = RmTrainer(config, network, ranks)
-    began = time.monotonic()
 
     def take_step(step: int, indices: list[int]) -> str:
         return pair_training.in_words(trainer.step(step, [pairs[index] for index in indices]))
 
-    checkpoints = pair_training.take_steps(
-        config, rm, trainer.tuner, len(pairs), take_step, name="rm", ranks=ranks
+    def held_out() -> str:
+        return f"accuracy {trainer.accuracy(val):.4f} on {len(val):,}"
+
+    pair_training.complete(
+        config, rm, trainer, len(pairs), take_step, held_out=held_out, name="rm", ranks=ranks
     )
-    if val:
-        pair_training.say(ranks, f"rm: accuracy {trainer.accuracy(val):.4f} on {len(val):,} held-out pairs")
-    _write(config, network, ranks)
-    checkpoints.remove()
-    pair_training.say(ranks, f"rm: wrote {rm.output} after {time.monotonic() - began:.1f} s")
-    leave_group()
-
-
-def _write(config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
-    model = config.model
-
-    def write(tensors: Tensors) -> None:
-        write_folder_to = partial(
-            write_folder,
-            tensors=((name.replace("value_head.", "score."), tensor) for name, tensor in tensors),
-            source=Path(model.path),
-            tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
-            dtype=DTYPES[model.dtype],
-            is_reward_model=True,
-        )
-        pair_training.replace_folder(Path(config.rm.output), write_folder_to, key="rm.output")
-
-    write_from_ranks(network, ranks, write)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

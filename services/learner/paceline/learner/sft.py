@@ -26,10 +26,10 @@ from paceline.data.rows import StoredRows
 from paceline.learner import pair_training
 from paceline.learner.batch.images import find_images
 from paceline.learner.batch.types import MicroBatch, PackedRow, PromptImage
-from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_policy
-from paceline.learner.model.networks import PolicyNetwork, num_parameters
+from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import DTYPES
 
 
@@ -114,7 +114,7 @@ class SftTrainer(pair_training.PairTrainer[PolicyNetwork]):
             NumericsError: too many steps in a row had no finite loss or gradient.
         """
         losses = [partial(self._loss, batch, _num_answer_tokens(pairs)) for batch in self._batches(pairs)]
-        (loss,), numbers = self.tuner.step(losses, step=step)
+        (loss,), numbers = self._update(losses, step=step)
         return {"loss": loss, **numbers}
 
     def loss(self, pairs: Sequence[Pair]) -> float:
@@ -136,12 +136,12 @@ class SftTrainer(pair_training.PairTrainer[PolicyNetwork]):
         if pair.images:
             assert self._reader is not None
             loaded = [self._reader.process(image) for image in pair.images]
-            images = find_images(pair.prompt, loaded, ImageSpec.of(self._network.lm.config))
+            images = find_images(pair.prompt, loaded, ImageSpec.of(self.network.lm.config))
         return pair_training.answer_row(index, pair.prompt, pair.answer, images)
 
     def _loss(self, batch: MicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch's share of the loss, for the backward pass and as a number."""
-        log_probs = self._network(batch).log_probs
+        log_probs = self.network(batch).log_probs
         share = -batch.table(log_probs).where(batch.mask, 0.0).sum() / num_tokens
         return share, share.detach().double().reshape(1)
 
@@ -159,25 +159,20 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     """
     ranks = pair_training.form_ranks(config.learner, environment)
     pair_training.check(config)
-    model = config.model
+    model, sft = config.model, config.sft
     network = load_policy(
         model.path,
         ranks,
         Precision(compute=DTYPES[model.dtype]),
-        options=LayerOptions.of(config.sft.memory, num_tokens=config.sft.max_token_len_per_gpu, ranks=ranks),
+        options=LayerOptions.of(sft.memory, num_tokens=sft.max_token_len_per_gpu, ranks=ranks),
         random_seed=config.seed if model.load_format == "random" else None,
         vision=model.vision.train,
     )
     reader = ImageReader.load(config.data, model.path)
-    pairs, num_left_out = read_pairs(config, config.sft.train_files, reader)
-    pair_training.say(
-        ranks,
-        f"sft: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
-        f"out), {config.sft.steps} steps of {config.sft.batch_size} on {ranks.world.size} "
-        f"{ranks.device.type} ranks",
-    )
-    val = read_pairs(config, config.sft.val_files, reader)[0] if config.sft.val_files else []
-    trainer = SftTrainer(config.sft, network, ranks, reader)
+    pairs, num_left_out = read_pairs(config, sft.train_files, reader)
+    pair_training.announce(network, sft, len(pairs), num_left_out, name="sft", ranks=ranks)
+    val = read_pairs(config, sft.val_files, reader)[0] if sft.val_files else []
+    trainer = SftTrainer(sft, network, ranks, reader)
     began, num_tokens = time.monotonic(), 0
 
     def take_step(step: int, indices: list[int]) -> str:
@@ -188,15 +183,12 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         rate = num_tokens / (time.monotonic() - began)
         return f"{pair_training.in_words(progress)} {rate:,.0f} tokens/s"
 
-    checkpoints = pair_training.take_steps(
-        config, config.sft, trainer.tuner, len(pairs), take_step, name="sft", ranks=ranks
+    def held_out() -> str:
+        return f"loss {trainer.loss(val):.4f} on {len(val):,}"
+
+    pair_training.complete(
+        config, sft, trainer, len(pairs), take_step, held_out=held_out, name="sft", ranks=ranks
     )
-    if val:
-        pair_training.say(ranks, f"sft: loss {trainer.loss(val):.4f} on {len(val):,} held-out pairs")
-    pair_training.write_policy(config, network, ranks, config.sft.output, key="sft.output")
-    checkpoints.remove()
-    pair_training.say(ranks, f"sft: wrote {config.sft.output} after {time.monotonic() - began:.1f} s")
-    leave_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
