@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and prints its table."""
     args = parse_args(argv)
     work = Path(args.work or tempfile.mkdtemp(prefix="paceline-step-"))
+    shutil.rmtree(work / "run", ignore_errors=True)  # its steps are not this run's
     config = write_inputs(args, work)
     rates = measured_rates() if args.device == "cuda" else None
     steps = train(args, config, work / "run" / "metrics.jsonl")
@@ -116,7 +118,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--recompute", default="auto", help="actor.memory.recompute: none, full, or the kept share"
     )
-    parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
+    parser.add_argument(
+        "--work",
+        help="folder for inputs and the run, of which an earlier run is deleted; default: a temporary one",
+    )
     records.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     return parser.parse_intermixed_args(argv)

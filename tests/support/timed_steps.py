@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,15 @@ class Timed:
     lora: dict[str, Any] | None = None
     samples: int = 8
     estimator: str = "grpo"
+    bound: int | None = None
+    in_flight: str = "wait"
 
     @property
     def config(self) -> RunConfig:
         ranks = self.gpus // 2 if self.split else self.gpus
         devices = list(range(ranks))
         model: dict[str, Any] = {"path": "model", "dtype": "bfloat16"}
+        bounded = {"barrier": {"mode": "bounded", "max_staleness": self.bound}}
         return parse(
             RunConfig,
             {
@@ -91,11 +94,14 @@ class Timed:
                     "max_num_seqs": self.num_seqs,
                     "sleep": self.sleep,
                     "enforce_eager": self.eager,
+                    "sampler": "batched",
+                    "in_flight": self.in_flight,
                     "devices": [gpu + ranks for gpu in devices] if self.split else devices,
                 },
                 "reward": {"functions": [{"name": "exact_match"}]},
                 "trainer": {"total_steps": 1},
-            },
+            }
+            | (bounded if self.bound is not None else {}),
         )
 
     @property
@@ -293,6 +299,18 @@ TIMED = {
         split=True,
         seconds=(20.7, 9.2, 32.0),
     ),
+    "3B, engines awake, long answers": Timed(
+        shape="3B",
+        card="H200",
+        gpus=2,
+        prompts=16,
+        prompt=256,
+        response=4096,
+        mean=(160, 1792),
+        num_seqs=64,
+        micro_batch=17_408,
+        seconds=(14.85, 4.79, 20.56),
+    ),
     "32B, averages on the host": Timed(
         shape="32B",
         card="H200",
@@ -323,6 +341,28 @@ TIMED = {
         lora={"rank": 32, "alpha": 64, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
         seconds=(8.5, 7.1, 17.5),
     ),
+}
+
+# 3B with answers of log-normal lengths, one learner rank and one engine on two H200s, by the bound and by
+# what a push does to begun answers. Generation is what the learner waited for.
+DIVIDED = Timed(
+    shape="3B",
+    card="H200",
+    gpus=2,
+    prompts=16,
+    prompt=256,
+    response=4096,
+    mean=(160, 1830),
+    micro_batch=17_408,
+    split=True,
+    seconds=(17.6, 9.26, 28.4),
+)
+BOUNDED = {
+    "strict": DIVIDED,
+    "0": replace(DIVIDED, bound=0),
+    "1": replace(DIVIDED, bound=1, num_seqs=256, seconds=(6.76, 8.25, 17.9)),
+    "1, in flight": replace(DIVIDED, bound=1, in_flight="keep", num_seqs=256, seconds=(4.49, 8.60, 16.2)),
+    "4, in flight": replace(DIVIDED, bound=4, in_flight="keep", num_seqs=512, seconds=(0.0, 8.49, 11.6)),
 }
 
 

@@ -14,7 +14,7 @@ from paceline.show.live.view import Metrics
 from paceline.show.live.wrapping_views import ExpectingView
 from paceline.sizing.expectation import Expectation
 from paceline.sizing.machine import Machine
-from support.timed_steps import SHAPES, TIMED, write_project
+from support.timed_steps import BOUNDED, SHAPES, TIMED, write_project
 
 
 @pytest.fixture
@@ -74,6 +74,26 @@ class NotedView:
     def pulse(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def test_with_a_bound_the_generation_to_expect_is_what_the_learner_waits_for() -> None:
+    timed = BOUNDED["1"]
+    shape = ModelShape.of(SHAPES[timed.shape])
+    assert shape is not None
+    assert timed.mean is not None
+    expectation = Expectation(config=timed.config, shape=shape, card=CARDS[timed.card])
+    waited, update, step = timed.seconds
+    row = {
+        "timing_s/step": step,
+        "timing_s/gen": waited,
+        "timing_s/update_actor": update,
+        "response_length/mean": float(timed.mean[1]),
+        "perf/tokens_per_s": 16 * 8 * sum(timed.mean) / step,
+    }
+    [sentence] = filter(None, [expectation.step(row) for _ in range(5)])
+    estimate = timed.estimate
+    expected = f"{estimate.seconds:.1f}, {estimate.waited:.1f}, {estimate.update:.1f}"
+    assert sentence.endswith(f"generation 6.8, update 8.2; expected for answers of this length: {expected}")
 
 
 def test_warm_steps_are_held_against_the_estimate() -> None:

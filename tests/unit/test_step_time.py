@@ -12,7 +12,7 @@ from paceline.config.run import RunConfig
 from paceline.core.cards import CARDS
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.step_time import StepTime
-from support.timed_steps import KEPT, SHAPES, TIMED, Timed
+from support.timed_steps import BOUNDED, KEPT, SHAPES, TIMED, Timed
 
 
 @pytest.mark.parametrize("name", TIMED)
@@ -26,6 +26,27 @@ def test_timed_steps_are_estimated_to_a_fifth(name: str) -> None:
     assert estimate.num_tokens == rows * (prompt + response)
     assert estimate.num_gpus == timed.gpus
     assert estimate.tokens_per_s == pytest.approx(estimate.num_tokens / estimate.seconds / timed.gpus)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_steps_with_a_bound_are_estimated_to_a_fifth(name: str) -> None:
+    timed = BOUNDED[name]
+    waited, update, step = timed.seconds
+    estimate = timed.estimate
+    assert (estimate.update, estimate.seconds) == pytest.approx((update, step), rel=0.2)
+    # Seconds that the learner waits for are the small difference of two large numbers.
+    assert estimate.waited == pytest.approx(waited, rel=0.2, abs=2.0)
+
+
+def test_a_larger_bound_gains_until_the_learner_never_waits() -> None:
+    in_flight = [
+        replace(BOUNDED["1, in flight"], bound=bound, num_seqs=512).estimate for bound in (1, 2, 4, 8)
+    ]
+    assert [time.seconds for time in in_flight] == sorted((time.seconds for time in in_flight), reverse=True)
+    assert in_flight[-1].waited == 0.0
+    # A push that waits for answers lets the learner wait for whole batches, whatever the bound is.
+    waiting = [replace(BOUNDED["1"], bound=bound).estimate.seconds for bound in (1, 4)]
+    assert waiting[0] == waiting[1] > in_flight[0].seconds - 0.5
 
 
 def test_two_updates_of_one_run_are_told_apart() -> None:

@@ -62,7 +62,7 @@ class Expectation:
         words = (
             f"{len(rows)} warm steps took {step:.1f} s (median): generation {generation:.1f}, "
             f"update {update:.1f}; expected for answers of this length: {estimate.seconds:.1f}, "
-            f"{estimate.generation:.1f}, {estimate.update:.1f}"
+            f"{estimate.waited:.1f}, {estimate.update:.1f}"
         )
         advice = []
         if generation > _SLOWER * estimate.generation:

@@ -63,6 +63,7 @@ class StepTime:
         weights: the push, and the turns on shared GPUs.
         num_gpus: number of GPUs that learner and engines use.
         overlaps: whether engines sample later steps while the learner trains (barrier.max_staleness).
+            Each step's share of the generation is then `generation`.
     """
 
     generation: float
@@ -77,12 +78,15 @@ class StepTime:
     def seconds(self) -> float:
         """Seconds of the whole step.
 
-        Strictly on policy, phases follow each other. Otherwise a step takes as long as the slower side: a
-        push waits for the answers that were begun, however old they may be.
+        Strictly on policy, phases follow each other. Otherwise a step takes as long as the slower side.
         """
+        return self.waited + self.scoring + self.update + self.weights + _REST_S
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the learner waits for generation."""
         learning = self.scoring + self.update
-        sides = max(self.generation, learning) if self.overlaps else self.generation + learning
-        return sides + self.weights + _REST_S
+        return max(0.0, self.generation - learning) if self.overlaps else self.generation
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,14 +113,15 @@ class StepTime:
         learner, rollout = config.learner, config.rollout
         engines = rollout.replicas * rollout.tensor_model_parallel_size
         shared = learner.devices is not None and learner.devices == rollout.devices
+        overlaps = config.barrier.bound > 0 and not shared
         return cls(
-            generation=batch.generation,
+            generation=batch.generation_beside_learning if overlaps else batch.generation(),
             scoring=batch.scoring,
             update=batch.update,
             weights=batch.weights(shared=shared),
             num_tokens=batch.num_rows * (batch.prompt + batch.response),
             num_gpus=max(learner.world_size, engines) if shared else learner.world_size + engines,
-            overlaps=config.barrier.bound > 0 and not shared,
+            overlaps=overlaps,
         )
 
 
@@ -170,9 +175,22 @@ class _Batch:
         return _PRODUCTS * self.card.flops * (1.0 if self._width == 2 else 0.5)
 
     @property
-    def generation(self) -> float:
+    def generation_beside_learning(self) -> float:
+        """Seconds of a step's generation where engines sample later steps while the learner trains.
+
+        If pushes wait for answers, each step samples one batch from beginning to end. If they do not
+        (`rollout.in_flight`), `max_staleness + 1` batches are sampled at once: the time that their longest
+        answer takes, and one step's learning, are divided among as many steps.
+        """
+        alone, at_once = self.generation(), self.config.barrier.bound + 1
+        if self.config.rollout.in_flight == "wait":
+            return alone
+        return min(alone, (self.generation(at_once) + self.scoring + self.update) / at_once)
+
+    def generation(self, batches: int = 1) -> float:
+        """Seconds in which the engines sample so many batches at once."""
         rollout, shape, size = self.config.rollout, self.shape, self.config.rollout.tensor_model_parallel_size
-        rows = math.ceil(self.num_rows / rollout.training_servers)
+        rows = math.ceil(batches * self.num_rows / rollout.training_servers)
         cached = self._width * shape.num_layers * shape.cached(size)
         at_once = min(rows, rollout.max_num_seqs, self._most_cached(cached))
         # An engine takes new sequences as others end. At the end only the longest of the last ones is left.
@@ -189,7 +207,9 @@ class _Batch:
             host += shape.num_layers * _HOST_PER_EAGER_LAYER_S
         reduces = 2 * shape.num_layers * _ALL_REDUCE_S if size > 1 else 0.0
         reading = (weights + running * context * cached) / (_READING * self.card.bandwidth)
-        prompts = math.ceil(self.config.data.train_batch_size / rollout.training_servers) * self.prompt
+        prompts = (
+            math.ceil(batches * self.config.data.train_batch_size / rollout.training_servers) * self.prompt
+        )
         prefill = 2 * shape.active_parameters * prompts / size / self._products_per_s
         return steps * (reading + host + reduces) + prefill
 
