@@ -47,12 +47,13 @@ are compiled. Micro-batches and recomputation are chosen for the fastest update 
 `paceline train` prints these choices; it keeps the values that your file sets.
 
 `paceline plan CONFIG` compares the layouts with an estimate of each phase; with `--gpus 4xH100` it needs no
-GPU. The estimate is within 20 % of 23 timed runs of 0.5B to 32B on H100s and H200s, for generation, update
-and complete step (`tests/unit/test_step_time.py`). It assumes that all answers have the maximum length,
-unless `--response-tokens` gives their average length. Times on other cards are scaled by the rates that their
-vendors publish. If the run would be a tenth faster with samples that may be one version old (`barrier.mode:
-bounded`), one more line says so. After three warm steps `paceline train` prints their times, the times
-expected for answers of their length, and where to look if a phase is slower by a third.
+GPU. The estimate is within 20 % of 28 timed runs of 0.5B to 32B on H100s and H200s, for update and complete
+step, and for the generation of the 24 strict ones (`tests/unit/test_step_time.py`). It assumes that all
+answers have the maximum length, unless `--response-tokens` gives their average length. Times on other cards
+are scaled by the rates that their vendors publish. If the run would be a tenth faster with samples that may
+be one version old (`barrier.mode: bounded`), one more line says so. After three warm steps `paceline train`
+prints their times, the times expected for answers of their length, and where to look if a phase is slower
+by a third.
 
 ## Make it fit
 
@@ -115,7 +116,10 @@ expected for answers of their length, and where to look if a phase is slower by 
   (`rollout.max_num_seqs`), but [not if all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
 - **Servers wait for the learner**: with `barrier: {mode: bounded, max_staleness: 1}`, servers sample the next
   step while the learner trains the current one. A trained token may then come from weights one version older
-  than those that the step trains, but [never from older ones](decisions/0036-bounded-staleness.md).
+  than those that the step trains, but [never from older ones](decisions/0036-bounded-staleness.md). For long
+  answers of mixed lengths on two GPUs it was
+  [1.1 times as fast as turns](../benchmarks/journal/gpus.md#a-bound-on-staleness-on-two-gpus), 1.3 times with
+  `rollout.in_flight: keep`, and 1.8 times with that and a bound of 4.
 - **Dividing the GPUs yourself**: `placement: given`, or the counts `learner.world_size` and
   `rollout.replicas`.
 - **A learner on several hosts**: with `learner.fsdp_size: 8` on hosts of eight GPUs, the ranks of a host
