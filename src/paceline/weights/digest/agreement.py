@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import msgpack
 import numpy as np
@@ -16,13 +15,22 @@ import numpy.typing as npt
 from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.weights.digest.definition import MASK
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, read_ints
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, read_ints
 
 REPORT_SCHEMA = 2
 _NONE = np.zeros(0, dtype=np.uint64)
 
 Place = tuple[str, tuple[int, ...], Box]
 """A tensor's name, its global shape, and a box of it"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atom:
+    """A part of a tensor that every rollout rank holds completely or not at all."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +43,7 @@ class SliceDigest:
     value: int
 
 
-class Placed(Protocol):
-    """A box of a tensor."""
-
-    @property
-    def name(self) -> str:
-        """The tensor's name in the checkpoint."""
-        ...
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape of the unsharded tensor."""
-        ...
-
-    @property
-    def box(self) -> Box:
-        """The part of the global tensor."""
-        ...
-
-
-def pack_places(parts: Iterable[Placed]) -> bytes:
+def pack_places(parts: Iterable[Atom | SliceDigest | TensorSlice]) -> bytes:
     """Packs names, shapes and boxes of a report's slices, which are the same in every push of a group."""
     packed: bytes = msgpack.packb(
         [[part.name, part.global_shape, part.box.start, part.box.stop] for part in parts]
@@ -110,15 +99,6 @@ class DigestReport:
             return cls(rank=rank, version=version, places=packed, values=values)
         except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise InvalidMessageError(f"digest report: {error}", reason="bad_digests") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Atom:
-    """A part of a tensor that every rollout rank holds completely or not at all."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    box: Box
 
 
 def digest_atoms(destinations: Iterable[RankLayout]) -> list[Atom]:

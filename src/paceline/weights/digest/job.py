@@ -69,12 +69,7 @@ class TensorDigester:
 
     def finish(self, totals: list[torch.Tensor]) -> list[int]:
         """Returns the digests as integers in 0..2^64-1, in one transfer to the host."""
-        return self.read(torch.stack(totals)) if totals else []
-
-    @staticmethod
-    def read(totals: torch.Tensor) -> list[int]:
-        """Returns the digests in an int64 vector, as integers in 0..2^64-1."""
-        return [value & MASK for value in totals.tolist()]
+        return [value & MASK for value in torch.stack(totals).tolist()] if totals else []
 
     @staticmethod
     def read_array(totals: torch.Tensor) -> npt.NDArray[np.uint64]:

@@ -145,7 +145,7 @@ class Cover:
             Supply(
                 need=number,
                 source=source,
-                source_slice=self._slice(self.needs[number], self.part_of(number, row)),
+                source_slice=self._slice(number, row),
                 box=self.boxes[self.box[row]],
             )
             for number, row in zip(needs.tolist(), rows.tolist(), strict=True)
@@ -156,14 +156,9 @@ class Cover:
         kind = self.sharding.kinds[self.sharding.tensors[self.needs[need].name]]
         return kind.parts[int(self.part[row])]
 
-    def _slice(self, need: Need, part: HeldPart) -> TensorSlice:
-        return TensorSlice(
-            name=need.name,
-            global_shape=need.global_shape,
-            box=part.box,
-            param=part.param or need.name,
-            offset=part.offset,
-        )
+    def _slice(self, number: int, row: int) -> TensorSlice:
+        need = self.needs[number]
+        return self.part_of(number, row).of_tensor(need.name, need.global_shape)
 
 
 def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cover:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, overload
@@ -37,6 +37,11 @@ class HeldPart(NamedTuple):
     offset: tuple[int, ...]
     param: str
 
+    def of_tensor(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
+        """Returns the part as a slice of a tensor; raises ValueError if shape, box and offset do not fit."""
+        param = self.param or name
+        return TensorSlice(name=name, global_shape=shape, box=self.box, param=param, offset=self.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
@@ -47,10 +52,7 @@ class TensorKind:
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            # Checks that shape, box and offset fit together.
-            TensorSlice(
-                name="tensor", global_shape=self.shape, box=part.box, param=part.param, offset=part.offset
-            )
+            part.of_tensor("tensor", self.shape)  # checks that they fit together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,13 +155,7 @@ class Sharding(Sequence[RankLayout]):
             return tuple(self[number] for number in range(len(self))[rank])
         number = range(len(self))[rank]
         slices = tuple(
-            TensorSlice(
-                name=name,
-                global_shape=self.kinds[kind].shape,
-                box=part.box,
-                param=part.param or name,
-                offset=part.offset,
-            )
+            part.of_tensor(name, self.kinds[kind].shape)
             for name, kind in self.tensors.items()
             for part in self._parts_of(number)[kind]
         )
@@ -265,10 +261,3 @@ def _read_part(fields: object) -> HeldPart:
     if type(source) is not int or type(param) is not str:
         raise TypeError(f"a part's rank is an integer and its parameter a string, got {source!r}, {param!r}")
     return HeldPart(source, Box(read_ints(start), read_ints(stop)), read_ints(offset), param)
-
-
-def places_of(layouts: Iterable[RankLayout]) -> tuple[RankPlace, ...]:
-    """Returns where each rank runs; does not make the layouts of a `Sharding`."""
-    if isinstance(layouts, Sharding):
-        return layouts.places
-    return tuple(layout.place for layout in layouts)

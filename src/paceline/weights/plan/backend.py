@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.weights.geometry.layout import RankLayout, RankPlace
-from paceline.weights.geometry.sharding import places_of
+from paceline.weights.geometry.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def choose_wire(
     Args:
         configured: weights.backend.
     """
-    places = places_of(learners)
+    places = Sharding.of(learners).places
     behind = stand_ins(places, [layout.place for layout in rollouts])
     apart = [layout.place for rank, layout in enumerate(rollouts) if rank not in behind]
     if configured == "shared":

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -142,6 +141,7 @@ class Flows:
     demand: Demand
     sets: list[list[int]]
     flows: list[Flow]
+    _sorted_needs: dict[tuple[int, ...], IntArray] = field(default_factory=dict, init=False)
 
     @property
     def cover(self) -> Cover:
@@ -160,10 +160,6 @@ class Flows:
             needs = np.sort(np.concatenate([self.sets[number] for number in sets]))
             self._sorted_needs[sets] = needs[np.argsort(self.demand.order[needs], kind="stable")]
         return self._sorted_needs[sets]
-
-    @cached_property
-    def _sorted_needs(self) -> dict[tuple[int, ...], IntArray]:
-        return {}
 
     def slice_of(self, need: int, rank: int) -> TensorSlice:
         """Returns the slice in which a rollout rank stores a need."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -79,6 +79,8 @@ class TransferPlan:
     sizes: Sequence[int]
     layouts: bytes
     nodes: tuple[int, ...]
+    _cargo: dict[tuple[tuple[int, ...], int], Cargo] = field(default_factory=dict, init=False)
+    _chunks: dict[tuple[bytes, int], Chunks] = field(default_factory=dict, init=False)
 
     @cached_property
     def channels(self) -> dict[Members, int]:
@@ -115,14 +117,6 @@ class TransferPlan:
             columns = np.vstack([need[cut.item], row[cut.item], cut.offset, start.T, cut.shape.T])
             cargo = self._cargo[flow.content, size] = Cargo(len(self._cargo), cut, columns)
         return cargo
-
-    @cached_property
-    def _cargo(self) -> dict[tuple[tuple[int, ...], int], Cargo]:
-        return {}
-
-    @cached_property
-    def _chunks(self) -> dict[tuple[bytes, int], Chunks]:
-        return {}
 
     @cached_property
     def _flows_of(self) -> dict[int, list[int]]:

@@ -131,7 +131,9 @@ class WeightGroupSpec:
 
     def to_bytes(self) -> bytes:
         """Encodes the spec as one compressed msgpack message, which holds shared layouts once."""
-        layouts = _Numbered()
+        different = {_identity(layout): layout for layout in self.rollout_layouts}
+        packed = {key: layout.slices_to_bytes() for key, layout in different.items()}
+        numbers = {data: number for number, data in enumerate(dict.fromkeys(packed.values()))}
         plain: dict[str, Any] = {
             "schema": SPEC_SCHEMA,
             "epoch": self.epoch,
@@ -139,8 +141,8 @@ class WeightGroupSpec:
             "store_host": self.store_host,
             "store_port": self.store_port,
             "sharding": self.sharding.to_bytes(),
-            "rollout_layouts": [layouts.number(layout) for layout in self.rollout_layouts],
-            "layouts": layouts.packed,
+            "rollout_layouts": [numbers[packed[_identity(layout)]] for layout in self.rollout_layouts],
+            "layouts": list(numbers),
             "places": [[layout.place.node, layout.place.gpu] for layout in self.rollout_layouts],
             "wire_dtype": self.wire_dtype,
             "round_bytes": self.round_bytes,
@@ -172,24 +174,9 @@ class WeightGroupSpec:
             raise InvalidMessageError(f"weight group spec: {error}", reason="bad_weight_group") from error
 
 
-class _Numbered:
-    """Numbers distinct layouts in the order in which they come."""
-
-    def __init__(self) -> None:
-        self.packed: list[bytes] = []
-        self._by_identity: dict[int, int] = {}
-        self._by_content: dict[bytes, int] = {}
-
-    def number(self, layout: RankLayout) -> int:
-        """Returns the number of a layout; layouts with equal slices have equal numbers."""
-        known = self._by_identity.get(id(layout.slices)) if layout.slices else None
-        if known is None:
-            packed = layout.slices_to_bytes()
-            known = self._by_content.setdefault(packed, len(self.packed))
-            if known == len(self.packed):
-                self.packed.append(packed)
-            self._by_identity[id(layout.slices)] = known
-        return known
+def _identity(layout: RankLayout) -> tuple[int, str, bool]:
+    """Returns a key that layouts with the same tuple of slices share, so that these are packed once."""
+    return id(layout.slices), layout.dtype, layout.full_tensors
 
 
 def _decompress(data: bytes) -> bytes:

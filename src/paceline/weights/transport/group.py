@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -364,25 +365,17 @@ class WeightGroup:
             self._abandonment.check(deadline.phase)
             time.sleep(50e-6)
 
-    def _aborting(self) -> _AbortOnError:
-        return _AbortOnError(self)
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Aborts the group if the block fails, so that no peer waits for a rank that has given up.
 
-
-class _AbortOnError:
-    """Aborts the group if its body fails, so that no peer waits for a rank that has given up.
-
-    NCCL's peers do not notice an abort, so they are told through the rendezvous store.
-    """
-
-    def __init__(self, group: WeightGroup) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._group.fail(error)
+        NCCL's peers do not notice an abort, so they are told through the rendezvous store.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
 
 class Pending:
