@@ -146,7 +146,7 @@ async def test_no_room_and_no_token_are_refused() -> None:
             await remote.session(replace(TASK, trajectory_id="train:1:8:0")).open()
         stranger = RemoteEnvironment(
             RemoteEnvironmentOptions(
-                address=server.address, call_s=1.0, lease_s=1.0, credentials=Credentials(token="x")
+                address=server.address, call_s=60.0, lease_s=60.0, credentials=Credentials(token="x")
             )
         )
         await stranger.start()

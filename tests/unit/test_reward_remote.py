@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from paceline.cli.certificates import Authority
@@ -244,19 +245,19 @@ class Described(OddServer):
 
 
 class Halting(Described):
-    """Lets its first call run out of time."""
+    """Says of its first call that it ran out of time, as the client would."""
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         response = await super().Score(request, context)
         if len(self.calls) == 1:
-            await asyncio.Event().wait()
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
         return response
 
 
 async def test_a_service_is_asked_again_what_it_is_after_a_call_that_failed() -> None:
     """Its connection still stands, so nothing else tells that another version may answer now."""
     server = Halting()
-    async with serving(server) as address, scorer(address, timeout_s=1.0) as remote:
+    async with serving(server) as address, scorer(address, timeout_s=60.0) as remote:
         assert kinds(await remote.score(items("a"))) == ["timeout"]
         assert server.num_described == 1
         for _ in range(2):
