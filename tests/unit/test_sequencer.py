@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 
 from paceline.broker import names
+from paceline.controller.batch import collect
 from paceline.controller.fleet.membership import Health
 from paceline.controller.run.records.checkpoints import ControllerState
 from paceline.core.errors import DeadlineError, PeerLostError, RewardError, WeightSyncError
@@ -20,7 +24,7 @@ from paceline.core.members import LearnerState, MemberKind, RankRef, RewardState
 from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
 from support.fake_fleet import score_all
-from support.sequencer_run import RUN, run
+from support.sequencer_run import RUN, SequencerRun, run
 
 LEARNER_RANK = RankRef(MemberKind.LEARNER, 0)
 
@@ -360,7 +364,13 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
         assert it.lines()[1]["reward/greedy_answers/mean"] == 10.0 + sum(trained) / 2
 
 
-async def test_a_refused_group_is_dropped_with_its_reason_and_the_rest_is_trained(tmp_path: Path) -> None:
+async def test_a_refused_group_is_dropped_with_its_reason_and_the_rest_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(collect, "time", clock)
+    monkeypatch.setattr(collect, "_CHECK_S", math.inf)  # a silent broker is not asked before the deadline
     first = PromptCursor(range(7), seed=0).take(3)
     bad, other = first[0], first[1]
 
@@ -385,10 +395,24 @@ async def test_a_refused_group_is_dropped_with_its_reason_and_the_rest_is_traine
             )
         )
 
-    async with run(tmp_path, trainer__val_before_train=False, barrier__stall_timeout_s=0.5) as it:
+    def answered(it: SequencerRun) -> bool:
+        events = it.events()
+        refused = {e["prompt"] for e in events if e["event"] == "refusal"}
+        return len(refused) == 2 and [e["event"] for e in events].count("trajectory") == 3
+
+    async def pass_time(it: SequencerRun) -> None:
+        """Lets the collection stall once all answers are in."""
+        nonlocal passed_s
+        while True:
+            await asyncio.sleep(0.01)
+            passed_s += 400.0 * answered(it)
+
+    async with run(tmp_path, trainer__val_before_train=False, barrier__stall_timeout_s=300.0) as it:
         await it.enlist_all()
+        passing = asyncio.create_task(pass_time(it))
         with pytest.raises(DeadlineError, match=rf"1 prompt groups .* \(the first is prompt {other}\)"):
             await it.go(answer)
+        passing.cancel()
         refused = [e for e in it.events() if e["event"] == "refusal"]
         assert {(e["prompt"], e["reason"], e["message"], e["server"]) for e in refused} == {
             (bad, "engine_error", "it broke", "fake"),
