@@ -115,9 +115,7 @@ async def test_what_a_server_that_dies_has_saved_is_not_drawn_again() -> None:
             await until_saved(broker_of_a, 5)
             broker_of_a.dead = True
             engine.die()
-            async with asyncio.timeout(60):
-                while a.server.in_flight:  # noqa: ASYNC110 - it has no event for it
-                    await asyncio.sleep(0.01)
+            await asyncio.sleep(120)  # the end of the service breaks it off
     broker = MemoryBroker(store=store)
     for pending in store.streams[names.prompts(RUN, 0)].groups[names.ROLLOUT_GROUP].pending.values():
         pending.last_sign_s = float("-inf")  # its lease lapses
