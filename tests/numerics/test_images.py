@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from paceline.config.load import dump_yaml
-from paceline.core.errors import DataError, InvalidMessageError, ModelError
-from paceline.core.policy import TrainedVision
-from paceline.core.samples.images import ImageSpec
-from paceline.learner.batch.blobs import fetch_rows
+from paceline.core.errors import ModelError
 from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import MicroBatch, PackedRow, TrainingBatch
+from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model import loading
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.decoder.layers import LayerOptions
-from paceline.learner.model.image_states import train_tower, vision_tower
-from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
+from paceline.learner.model.image_states import vision_tower
+from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import body_of
-from paceline.models.model_shape import ModelShape, TowerShape
 from paceline.rollout.engines.weights.checkpoint import learner_shapes
-from paceline.sizing.memory.learner_memory import LearnerMemory
-from support.architectures import tiny_config
-from support.image_ranks import (
-    SAMPLES,
-    build,
-    full_tensors,
-    on_policy_log_probs,
-    published,
-    steps,
-    take_image_step,
-)
+from support.image_ranks import SAMPLES, build, full_tensors, on_policy_log_probs, steps, take_image_step
 from support.image_rows import image_rows, reference_log_probs, reference_positions, write_tiny_vl
-from support.learner_fakes import POLICY, DictBlobs, write_model
+from support.learner_fakes import write_model
 from support.learner_ranks import run_ranks
 from support.learner_scenarios import save
-from support.live_bytes import LiveBytes
 from support.more import more
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
@@ -343,94 +326,6 @@ def test_a_folder_that_lacks_a_tensor_of_the_tower_is_refused(
         load_policy(tmp_path, ranks, FLOAT32)
 
 
-class CountingBlobs(DictBlobs):
-    """Notes the keys that are asked for."""
-
-    def __init__(self, blobs: dict[str, bytes]) -> None:
-        super().__init__(blobs)
-        self.asked: list[str] = []
-
-    def get(self, keys: Any) -> list[bytes]:
-        self.asked += keys
-        return super().get(keys)
-
-
-SPEC = ImageSpec.of(tiny_config("qwen2_5_vl"))
-
-
-def test_a_rank_fetches_the_images_of_its_rows_once() -> None:
-    rows = image_rows(samples=2)
-    headers, blobs = published(rows)
-    store = CountingBlobs(blobs)
-    wanted = [6, 2, 3, 0]  # two samples of the second prompt, with one image; the fourth has three
-    fetched = fetch_rows(store, headers, wanted, policy=POLICY, vocab_size=96, images=SPEC)
-    assert list(fetched) == wanted
-    assert len([key for key in store.asked if ":image:" in key]) == 4
-    for index in wanted:
-        expected = rows[index].images
-        for ours, theirs in zip(fetched[index].images, expected, strict=True):
-            assert (ours.start, ours.grid, ours.merge_size) == (theirs.start, theirs.grid, theirs.merge_size)
-            assert np.array_equal(ours.pixels, theirs.pixels)
-    assert fetched[2].images[0].hash == fetched[3].images[0].hash
-    texts = CountingBlobs(blobs)
-    fetch_rows(texts, headers, [0, 1], policy=POLICY, vocab_size=96)
-    assert texts.asked == [headers[0].blob_key, headers[1].blob_key]
-
-
-def fetch_changed(change: Any, *, spec: ImageSpec | None = SPEC) -> None:
-    """Fetches a sample whose row is changed first."""
-    headers, blobs = published([change(image_rows()[1])])
-    fetch_rows(DictBlobs(blobs), headers, [0], policy=POLICY, vocab_size=96, images=spec)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda row: with_prompt(row, 5, 7), "needs 6 placeholders side by side, .*; 5 of its tokens"),
-        (lambda row: with_prompt(row, 0, SPEC.token_id), "needs 6 placeholders side by side"),
-        (
-            lambda row: with_prompt(row, 12, SPEC.token_id),
-            "has 7 placeholders of images, and its 1 images take 6",
-        ),
-        (lambda row: with_image(row, grid=(1, 3, 8)), "heights and widths that are multiples of 2"),
-        (lambda row: with_image(row, pixels=row.images[0].pixels[:, :-1]), "1 x 4 x 6 patches of 95 numbers"),
-    ],
-)
-def test_images_that_are_not_those_of_the_prompt_are_refused(change: Any, reason: str) -> None:
-    with pytest.raises(DataError, match=rf"^trajectory train:1:0:1: .*{reason}"):
-        fetch_changed(change)
-
-
-def test_a_header_that_counts_other_patches_is_refused() -> None:
-    headers, blobs = published(image_rows()[1:2])
-    wrong = [replace(headers[0], num_patches=20)]
-    with pytest.raises(DataError, match="train:1:0:1 has images of 24 patches, its header says 20"):
-        fetch_rows(DictBlobs(blobs), wrong, [0], policy=POLICY, vocab_size=96, images=SPEC)
-
-
-def test_a_model_of_text_alone_is_given_no_images() -> None:
-    with pytest.raises(DataError, match="train:1:0:1 has images, and the model takes only text"):
-        fetch_changed(lambda row: row, spec=None)
-
-
-def test_pixels_of_another_image_are_refused() -> None:
-    headers, blobs = published(image_rows()[1:2])
-    key = next(key for key in blobs if ":image:" in key)
-    blobs[key] = blobs[key][4:] + blobs[key][:4]
-    with pytest.raises(InvalidMessageError, match="holds other pixels"):
-        fetch_rows(DictBlobs(blobs), headers, [0], policy=POLICY, vocab_size=96, images=SPEC)
-
-
-def with_prompt(row: PackedRow, place: int, token: int) -> PackedRow:
-    prompt = row.prompt_token_ids.copy()
-    prompt[place] = token
-    return replace(row, prompt_token_ids=prompt)
-
-
-def with_image(row: PackedRow, **changes: Any) -> PackedRow:
-    return replace(row, images=(replace(row.images[0], **changes),))
-
-
 def test_halves_of_a_micro_batch_have_the_images_of_their_rows(folder: Path, ranks: Ranks) -> None:
     """What an update that ran out of memory goes on with."""
     network, batch = load_policy(folder, ranks, FLOAT32), pack(image_rows(samples=2), CPU)
@@ -482,102 +377,3 @@ def test_bfloat16_computes_the_tower_too(folder: Path, ranks: Ranks) -> None:
     assert dtypes == [torch.bfloat16]
     assert 0 < float((log_probs.detach() - exact).abs().mean()) < 0.05
     assert all((p.grad is None) == ("visual" in n) for n, p in loading.hugging_face_names(network))
-
-
-@pytest.mark.parametrize(
-    "trained",
-    [{}, {"lora": {"rank": 2}}, {"vision": {"train": "projector"}}, {"vision": {"train": "all"}}],
-    ids=["language model", "adapters", "projector", "tower"],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_the_memory_plan_counts_what_the_learner_keeps(
-    tmp_path: Path, ranks: Ranks, kind: str, dtype: str, trained: dict[str, Any]
-) -> None:
-    if "vision" in trained and dtype == "bfloat16":
-        pytest.skip("as in float32: weights and averages of what trains do not depend on the type")
-    folder = write_tiny_vl(tmp_path / "model", kind=kind, num_experts=0, num_local_experts=0)
-    learner = build(ranks, folder, model={"path": str(folder), "dtype": dtype, **trained})
-    take_image_step(learner, 1)
-    shape = ModelShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    assert shape is not None
-    plan, network = LearnerMemory.of(learner.config, shape), learner.actor.network
-    as_fsdp(network).reshard()
-    parameters = list(network.parameters())
-    assert plan.resident["weights"] == sum(local_rows(parameter)[0].nbytes for parameter in parameters)
-    averages = [
-        tensor for name, tensor in learner.actor.optimizer.state().items() if not name.endswith("step")
-    ]
-    assert plan.resident["optimizer"] == sum(local_rows(tensor)[0].nbytes for tensor in averages)
-    tower = vision_tower(body_of(network.lm))
-    assert tower is not None
-    assert shape.num_in_tower == sum(parameter.numel() for parameter in tower.parameters())
-
-
-TOWERS = pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("qwen2_5_vl", {"intermediate_size": 684, "fullatt_block_indexes": [1]}),
-        ("qwen3_vl", {"intermediate_size": 956, "depth": 4, "deepstack_visual_indexes": [0, 1, 2]}),
-    ],
-)
-
-
-def large_tower(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
-    """With sizes in the proportion of the published models'."""
-    common = {"depth": 2, "hidden_size": 256, "out_hidden_size": 512, "num_heads": 4}
-    config: Any = AutoConfig.for_model(kind, vision_config=common | sizes).vision_config
-    return AutoModel.from_config(config, dtype=dtype)
-
-
-def patches(config: Any, height: int) -> dict[str, Tensor]:
-    """An image of 16 patches in width."""
-    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return {
-        "hidden_states": torch.zeros(height * 16, width),
-        "grid_thw": torch.tensor([[1, height, 16]]),
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@TOWERS
-@pytest.mark.parametrize("part", ["projector", "all"])
-def test_the_memory_plan_bounds_what_a_trained_tower_keeps(
-    kind: str, sizes: dict[str, Any], dtype: torch.dtype, part: TrainedVision
-) -> None:
-    body = torch.nn.Module()
-    body.visual = tower = large_tower(kind, sizes, dtype)
-    train_tower(body, part)
-
-    def kept(height: int) -> int:
-        image = patches(tower.config, height)
-        with LiveBytes() as live:
-            output = tower(**image)
-            states = (output.pooler_output, *getattr(output, "deepstack_features", ()))
-            del output
-        return live.now - sum(state.nbytes for state in states)
-
-    measured = (kept(48) - kept(16)) / (32 * 16)
-    assert measured < TowerShape.of(tower.config.to_dict()).kept(1, dtype.itemsize, part) < 2 * measured
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@TOWERS
-def test_the_memory_plan_bounds_the_towers_activations(
-    kind: str, sizes: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """By torch's own count."""
-    tower = large_tower(kind, sizes, dtype)
-
-    @torch.no_grad()
-    def most(height: int) -> int:
-        image = patches(tower.config, height)
-        with LiveBytes() as live:
-            tower(**image)
-        return live.most
-
-    # Of two sizes, since some memory does not depend on the number of patches.
-    measured = (most(48) - most(16)) / (32 * 16)
-    width = patches(tower.config, 2)["hidden_states"].shape[1]
-    bound = TowerShape.of(tower.config.to_dict()).activations(1, dtype.itemsize) - 4 * width
-    assert measured < bound < 2.5 * measured
