@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +22,7 @@ from paceline.learner.model.decoder.llama4 import Temperature
 from paceline.learner.model.loading import Precision, check_stored, hugging_face_names, load_policy
 from paceline.models.model_shape import ModelShape, layers_with_experts
 from support.architectures import tiny_config
-from support.padded_sequences import many
+from support.padded_sequences import attention_one_by_one, many
 
 pytestmark = pytest.mark.torch
 
@@ -74,23 +73,10 @@ def test_log_probs_and_gradients_are_those_of_transformers_a_row_at_a_time(
 
 
 def within_chunks(inputs: list[Tensor], packed: PackedSequences, size: int) -> Tensor:
-    """Each sequence in a call of its own, with a mask by chunk."""
-    q, k, v = (x[0] for x in inputs)
-    outputs = []
-    for block in packed.blocks:
-        for start in range(block.start, block.stop, block.length):
-            keys = [*range(block.prefix_start, block.prefix_start + block.prefix_length)]
-            keys += range(start, start + block.length)
-            place = torch.arange(len(keys))
-            own = place[block.prefix_length :, None]
-            seen = (place <= own) & (place // size == own // size)
-            queries = q[:, start : start + block.length]
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    queries, k[:, keys], v[:, keys], attn_mask=seen, enable_gqa=True
-                )
-            )
-    return torch.cat(outputs, 1).transpose(0, 1)[None]
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
+        return (keys <= queries) & (keys // size == queries // size)
+
+    return attention_one_by_one(inputs, packed, sees)
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 40, 64, 100])

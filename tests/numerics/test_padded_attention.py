@@ -5,34 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.learner.batch import padded
 from paceline.learner.batch.padded import MOST_SCORES, SHORT, STEP
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.decoder import attention
-from support.padded_sequences import many
+from support.padded_sequences import attention_one_by_one, many
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
 def one_by_one(inputs: list[Tensor], packed: PackedSequences, window: int | None) -> Tensor:
-    """Each sequence in a call of its own, with a mask; nothing is padded."""
-    q, k, v = (x[0] for x in inputs)
-    outputs = []
-    for block in packed.blocks:
-        for start in range(block.start, block.stop, block.length):
-            keys = [*range(block.prefix_start, block.prefix_start + block.prefix_length)]
-            keys += range(start, start + block.length)
-            back = torch.arange(block.prefix_length, len(keys))[:, None] - torch.arange(len(keys))
-            seen = (back >= 0) & (back < (window or len(keys)))
-            own = q[:, start : start + block.length]
-            outputs.append(
-                F.scaled_dot_product_attention(own, k[:, keys], v[:, keys], attn_mask=seen, enable_gqa=True)
-            )
-    return torch.cat(outputs, 1).transpose(0, 1)[None]
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
+        back = queries - keys
+        return (back >= 0) & (back < (window or len(keys)))
+
+    return attention_one_by_one(inputs, packed, sees)
 
 
 @pytest.mark.parametrize("window", [None, 5])
