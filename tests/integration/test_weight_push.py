@@ -22,7 +22,7 @@ pytestmark = [
 PROMPTS = [[5, 17, 102, 3], [198, 0, 64]]
 
 
-async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
+async def assert_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
     """The engine generates the same as a Hugging Face float32 forward of this seed's model."""
     from support.push_models import greedy, seeded_model
 
@@ -35,6 +35,15 @@ async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
         assert log_probs == pytest.approx(expected_log_probs, abs=1e-5)
         generated.append(tokens)
     return generated
+
+
+async def assert_push(learners: LearnerGroup, engine: Any, config: Any, version: int) -> None:
+    """A push of the model of seed `version` arrives, and the engine generates as that model does."""
+    learners.call("set_seed", version)
+    sent, received, _ = await push(learners, engine, version)
+    assert disagreement(sent, received.reports) is None
+    assert model_digest([sent]) == model_digest(received.reports)
+    await assert_policy(engine, config, seed=version)
 
 
 def start_learners(config: Any, **sizes: int) -> LearnerGroup:
@@ -60,13 +69,13 @@ async def test_a_push_makes_the_engine_the_learners_policy(
             assert disagreement(sent, received.reports) is None
             assert model_digest([sent]) == model_digest(received.reports)
             assert received.num_bytes == sum(num_bytes for _, num_bytes in answers)
-            first = await check_policy(engine, config, seed=0)
+            first = await assert_policy(engine, config, seed=0)
 
             learners.call("set_seed", 1)
             sent_2, received_2, _ = await push(learners, engine, version=2)
             assert disagreement(sent_2, received_2.reports) is None
             assert model_digest([sent_2]) != model_digest([sent])
-            assert await check_policy(engine, config, seed=1) != first
+            assert await assert_policy(engine, config, seed=1) != first
 
             # The check finds a flipped bit, and the next push, over a new group, repairs it.
             damaged = "model.layers.1.self_attn.qkv_proj.weight"
@@ -101,11 +110,7 @@ async def test_learners_that_divide_experts_push_them(
         async with running_engine(tmp_path, 1, monkeypatch) as engine:
             await join(learners, engine, epoch=1, round_bytes=30_000)
             for version in (1, 2):
-                learners.call("set_seed", version)
-                sent, received, _ = await push(learners, engine, version)
-                assert disagreement(sent, received.reports) is None
-                assert model_digest([sent]) == model_digest(received.reports)
-                await check_policy(engine, config, seed=version)
+                await assert_push(learners, engine, config, version)
     finally:
         learners.close()
 
@@ -125,11 +130,7 @@ async def test_experts_that_a_kernel_repacks_take_the_general_path(
             spec = await join(learners, engine, epoch=1, round_bytes=30_000)
             assert [layout.full_tensors for layout in spec.rollout_layouts] == [True]
             for version in (1, 2):
-                learners.call("set_seed", version)
-                sent, received, _ = await push(learners, engine, version)
-                assert disagreement(sent, received.reports) is None
-                assert model_digest([sent]) == model_digest(received.reports)
-                await check_policy(engine, config, seed=version)
+                await assert_push(learners, engine, config, version)
             with pytest.raises(WeightSyncError, match="not pushed in place"):
                 await engine.digest(version=2)
 
@@ -141,10 +142,7 @@ async def test_experts_that_a_kernel_repacks_take_the_general_path(
                 await engine.receive(3, 20.0)
             with pytest.raises(RuntimeError, match="PeerLostError"):
                 await sending
-            learners.call("set_seed", 4)
             await join(learners, engine, epoch=2, round_bytes=30_000)
-            sent, received, _ = await push(learners, engine, version=4)
-            assert disagreement(sent, received.reports) is None
-            await check_policy(engine, config, seed=4)
+            await assert_push(learners, engine, config, version=4)
     finally:
         learners.close()
