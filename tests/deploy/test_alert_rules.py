@@ -145,10 +145,10 @@ def alerts(file: str) -> list[str]:
     return [rule["alert"] for group in tree["groups"] for rule in group["rules"] if "alert" in rule]
 
 
-def check_alert(
+def assert_alerts(
     folder: Path, file: str, series: dict[str, str], expected: dict[tuple[str, int], bool]
 ) -> None:
-    """Runs `promtool test rules`: which alerts fire at which minute."""
+    """By `promtool test rules`: which alerts fire at which minute, and which do not."""
     tests: list[dict[str, Any]] = [
         {
             "interval": "1m",
@@ -204,8 +204,8 @@ def test_prometheus_accepts_the_expressions_of_the_dashboards(tmp_path: Path) ->
 @pytest.mark.parametrize("alert", CASES)
 def test_a_service_alert_fires_on_its_cause_and_not_without(alert: str, tmp_path: Path) -> None:
     cause, quiet, minute = CASES[alert]
-    check_alert(tmp_path, "services.yaml", cause, {(alert, 0): False, (alert, minute): True})
-    check_alert(tmp_path, "services.yaml", quiet, {(alert, minute): False})
+    assert_alerts(tmp_path, "services.yaml", cause, {(alert, 0): False, (alert, minute): True})
+    assert_alerts(tmp_path, "services.yaml", quiet, {(alert, minute): False})
 
 
 def test_every_service_alert_has_a_case() -> None:
@@ -214,7 +214,7 @@ def test_every_service_alert_has_a_case() -> None:
 
 def test_the_watchdog_always_fires(tmp_path: Path) -> None:
     watchdog = "PacelineWatchdog"
-    check_alert(tmp_path, "services.yaml", NOTHING, {(watchdog, 0): True, (watchdog, 9): True})
+    assert_alerts(tmp_path, "services.yaml", NOTHING, {(watchdog, 0): True, (watchdog, 9): True})
 
 
 # The stale mark that a target leaves which is not found any more.
@@ -241,7 +241,7 @@ def test_a_run_that_has_ended_is_missed_by_nobody(last: dict[str, str], fires: b
         **last,
     }
     nothing = "PacelineNothingAnswers"
-    check_alert(tmp_path, "services.yaml", series, {(nothing, 3): False, (nothing, 6): fires})
+    assert_alerts(tmp_path, "services.yaml", series, {(nothing, 3): False, (nothing, 6): fires})
 
 
 def test_an_outage_of_redis_is_no_error_of_the_reward_function(tmp_path: Path) -> None:
@@ -251,12 +251,12 @@ def test_an_outage_of_redis_is_no_error_of_the_reward_function(tmp_path: Path) -
         f"paceline_broker_outage_seconds_total{{{WHO}}}": "0 0 6x30",
     }
     expected = {("PacelineRewardErrors", minute): False for minute in range(16)}
-    check_alert(tmp_path, "services.yaml", series, expected)
+    assert_alerts(tmp_path, "services.yaml", series, expected)
 
 
 def test_ports_of_ranks_that_a_learner_does_not_have_raise_no_alert(tmp_path: Path) -> None:
     series = {**RUN, 'up{job="paceline-learner-ranks"}': "0x20"}
-    check_alert(tmp_path, "services.yaml", series, {("PacelineTargetDown", 9): False})
+    assert_alerts(tmp_path, "services.yaml", series, {("PacelineTargetDown", 9): False})
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -274,12 +274,12 @@ def test_a_guard_alert_fires_beyond_the_bound_of_the_configuration(rule: str, tm
         (f"{name}Acts", [b for a, b in bounds.items() if a is not Action.WARN]),
     ):
         if not concerned:
-            check_alert(tmp_path, "guard.yaml", {**exported, _value(rule): "1e9x9"}, {(alert, 2): False})
+            assert_alerts(tmp_path, "guard.yaml", {**exported, _value(rule): "1e9x9"}, {(alert, 2): False})
             continue
         bound = min(concerned) if is_above else max(concerned)
         within, beyond = (bound, bound + 1e-3) if is_above else (bound + 1e-3, bound)
-        check_alert(tmp_path, "guard.yaml", {**exported, _value(rule): f"{within}x9"}, {(alert, 2): False})
-        check_alert(tmp_path, "guard.yaml", {**exported, _value(rule): f"{beyond}x9"}, {(alert, 2): True})
+        assert_alerts(tmp_path, "guard.yaml", {**exported, _value(rule): f"{within}x9"}, {(alert, 2): False})
+        assert_alerts(tmp_path, "guard.yaml", {**exported, _value(rule): f"{beyond}x9"}, {(alert, 2): True})
 
 
 def _value(rule: str) -> str:
