@@ -30,6 +30,10 @@ from paceline.core.members import Peer
 class PacelineError(Exception):
     """Root of all errors that Paceline raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without __init__, which takes fields by keyword.
+        return _empty, (type(self),), {**self.__dict__, "args": self.args}
+
 
 class ConfigError(PacelineError, ValueError):
     """The configuration cannot be run; the message names the key and what to write instead."""
@@ -82,9 +86,6 @@ class InvalidMessageError(ProtocolError, ValueError):
         super().__init__(message)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, {"reason": self.reason})
-
 
 class IllegalTransitionError(ProtocolError):
     """A state machine was asked for an illegal transition; the message names both states."""
@@ -109,10 +110,6 @@ class DeadlineError(PacelineError, TimeoutError):
         super().__init__(f"{phase}: no answer from {peer} within {seconds:g} s{tail}")
         self.phase, self.peer, self.seconds, self.hint = phase, peer, seconds, hint
 
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = {"phase": self.phase, "peer": self.peer, "seconds": self.seconds, "hint": self.hint}
-        return _rebuild, (type(self), (), fields)
-
 
 class PeerLostError(PacelineError, ConnectionError):
     """A member of the fleet died or cannot be reached; `peer` is its member id or rank."""
@@ -120,9 +117,6 @@ class PeerLostError(PacelineError, ConnectionError):
     def __init__(self, message: str, *, peer: Peer) -> None:
         super().__init__(message)
         self.peer = peer
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, {"peer": self.peer})
 
 
 class FailedStartError(PeerLostError):
@@ -161,9 +155,6 @@ class RewardError(PacelineError, RuntimeError):
         super().__init__(message)
         self.kind = kind
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, {"kind": self.kind})
-
 
 class WeightSyncError(PacelineError, RuntimeError):
     """A weight push failed, or the digests of its two sides differ."""
@@ -181,8 +172,6 @@ class GuardError(PacelineError, RuntimeError):
     """A guard rule ended the run; the message says which number crossed which bound."""
 
 
-def _rebuild(
-    kind: type[PacelineError], args: tuple[object, ...], keywords: dict[str, object]
-) -> PacelineError:
-    """Rebuilds an error on the other side of a process boundary."""
-    return kind(*args, **keywords)
+def _empty(kind: type[PacelineError]) -> PacelineError:
+    """Makes an error on the other side of a process boundary, which then gets its arguments and fields."""
+    return kind.__new__(kind)

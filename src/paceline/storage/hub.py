@@ -102,7 +102,8 @@ def model_folder(place: str, *, weights: bool) -> Path:
     Raises:
         ModelError: there is no such model or revision, or it is not in the cache and cannot be fetched.
     """
-    name = _parsed(place)
+    name = HubName.parse(place)
+    assert name is not None, place
     patterns = (*_MODEL_FILES, *(_WEIGHTS if weights else ()))
     folder = snapshot("model", name, patterns, ignore=_NOT_OURS)
     if not (folder / "config.json").is_file():
@@ -133,12 +134,6 @@ def pinned(place: str, kind: Kind, known: Collection[str] = ()) -> str:
             return str(earlier)
     files = ("config.json",) if kind == "model" else (CARD,)
     return str(replace(name, revision=snapshot(kind, name, files).name))
-
-
-def _parsed(place: str) -> HubName:
-    name = HubName.parse(place)
-    assert name is not None, place
-    return name
 
 
 def snapshot(kind: Kind, name: HubName, patterns: Sequence[str], ignore: Sequence[str] = ()) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -41,7 +42,7 @@ def local_model(
     """
     how = Fetch(
         max_bytes=int(model.cache_gib * 2**30),
-        wanted=_any_file if service == "learner" else _no_weights,
+        wanted=partial(_is_wanted, weights=service == "learner"),
         tell=tell,
         stopped=stopped,
     )
@@ -62,7 +63,7 @@ def local_folder(place: str, model: ModelConfig, *, weights: bool = True) -> str
         place: a path, a URL or a name of the hub.
         model: model of the run, with the disk limit of copies.
     """
-    how = Fetch(max_bytes=int(model.cache_gib * 2**30), wanted=_any_file if weights else _no_weights)
+    how = Fetch(max_bytes=int(model.cache_gib * 2**30), wanted=partial(_is_wanted, weights=weights))
     return _local(place, how, weights=weights)
 
 
@@ -72,9 +73,5 @@ def _local(place: str, how: Fetch, *, weights: bool) -> str:
     return str(fetch(Folder.at(place), how)) if is_url(place) else place
 
 
-def _any_file(name: str) -> bool:
-    return True
-
-
-def _no_weights(name: str) -> bool:
-    return PurePosixPath(name).suffix not in _WEIGHTS
+def _is_wanted(name: str, *, weights: bool) -> bool:
+    return weights or PurePosixPath(name).suffix not in _WEIGHTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -12,8 +11,7 @@ from typing import BinaryIO
 
 from paceline.service.children import frames
 from paceline.service.children.progress import ItemProgress
-
-_PR_SET_PDEATHSIG = 1
+from paceline.service.process import die_with
 
 
 def serve(answer: Callable[[BinaryIO, BinaryIO, ItemProgress], None]) -> None:
@@ -23,7 +21,7 @@ def serve(answer: Callable[[BinaryIO, BinaryIO, ItemProgress], None]) -> None:
     `ChildProcess` writes it.
     """
     parent, page, memory_bytes = (int(word) for word in sys.argv[1:4])
-    _die_with_parent(parent)
+    die_with(parent, signal.SIGKILL)
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -44,9 +42,3 @@ def write(results: BinaryIO, message: object) -> None:
     """Sends one message to the parent."""
     results.write(frames.encode(message))
     results.flush()
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the line above
-        sys.exit(0)

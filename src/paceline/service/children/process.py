@@ -28,32 +28,13 @@ _MAX_OUTPUT_BYTES = 256 * 1024
 _OUTPUT_SPAN_S = 60.0
 _KILL_ROUNDS = 5
 # Variables of this process's environment that a user's code may see; others may hold secrets.
-_PASSED = frozenset(
-    {
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "VIRTUAL_ENV",
-        "LD_LIBRARY_PATH",
-    }
-)
+_PASSED = frozenset((
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR",
+    "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+))  # fmt: skip
 _PASSED_PREFIXES = (
-    "LC_",
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "CUDA_",
-    "NVIDIA_",
-    "XDG_",
-    "TOKENIZERS_",
-    "HF_HUB_OFFLINE",
-)
+    "LC_", "PYTHON", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "XDG_", "TOKENIZERS_", "HF_HUB_OFFLINE",
+)  # fmt: skip
 _MARK = "PACELINE_CHILD_MARK"
 
 

@@ -118,6 +118,11 @@ class _Guard:
         self.check(context)
         return self.read(raw)
 
+    def admit_all(self, raw_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        """Checks the caller; returns the requests, each parsed when it is read."""
+        self.check(context)
+        return (self.read(raw) async for raw in raw_requests)
+
     def check(self, context: Any) -> None:
         """Refuses a caller whose certificate does not permit the method, or whose term is over.
 
@@ -164,10 +169,10 @@ def _wrap(handler: Any, guard: _Guard) -> Any:
     """Returns the handler with the guard around its method; a stream of requests is answered by a stream."""
     serialize = handler.response_serializer
     if handler.request_streaming:
-        method = _guard_duplex(handler.stream_stream, guard)
+        method = _guard_stream(handler.stream_stream, guard, guard.admit_all)
         return grpc.stream_stream_rpc_method_handler(method, response_serializer=serialize)
     if handler.response_streaming:
-        method = _guard_stream(handler.unary_stream, guard)
+        method = _guard_stream(handler.unary_stream, guard, guard.admit)
         return grpc.unary_stream_rpc_method_handler(method, response_serializer=serialize)
     return grpc.unary_unary_rpc_method_handler(
         _guard_unary(handler.unary_unary, guard), response_serializer=serialize
@@ -196,10 +201,12 @@ def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[An
     return method
 
 
-def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def method(raw: bytes, context: Any) -> AsyncIterator[Any]:
+def _guard_stream(
+    inner: Any, guard: _Guard, admit: Callable[[Any, Any], Any]
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def method(raw: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for answer in _checked(inner(guard.admit(raw, context), context), guard):
+            async for answer in _checked(inner(admit(raw, context), context), guard):
                 yield answer
             return
         except grpc.aio.AbortError:
@@ -207,23 +214,6 @@ def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterat
         except Exception as error:  # noqa: BLE001 - as above
             refusal = guard.refusal(error)
         del raw
-        await refusal.end(context)
-
-    return method
-
-
-def _guard_duplex(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def method(raw_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        try:
-            guard.check(context)
-            requests = (guard.read(raw) async for raw in raw_requests)
-            async for answer in _checked(inner(requests, context), guard):
-                yield answer
-            return
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            refusal = guard.refusal(error)
         await refusal.end(context)
 
     return method

@@ -36,6 +36,7 @@ from paceline.service.member.run_directory import read_run_id
 from paceline.service.member.runtime import ServiceContext, run_service
 from paceline.service.observability import telemetry
 from paceline.service.observability.logs import set_level
+from paceline.service.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -255,9 +256,7 @@ class MemberSession:
                 finishing.result()
         finally:
             self.context.stop("drained")
-            for task in (finishing, over):
-                task.cancel()
-            await asyncio.wait({finishing, over})
+            await cancel(finishing, over)
 
     def poke(self) -> None:
         """Sends a heartbeat at once, after a change of state. Call it from the event loop's thread."""

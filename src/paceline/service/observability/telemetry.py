@@ -49,16 +49,6 @@ class Telemetry:
         self._instruments: dict[str, Any] = {}
         self._lock = Lock()
 
-    def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
-        """Sets a gauge to a value."""
-        if self.meter is not None:
-            self._instrument(self.meter, metric).set(value, labels)
-
-    def count(self, metric: Metric, amount: float, labels: Mapping[str, str]) -> None:
-        """Adds an amount to a counter."""
-        if self.meter is not None:
-            self._instrument(self.meter, metric).add(amount, labels)
-
     def observe(self, metric: Metric, observer: Observer) -> None:
         """Registers a callback that is called whenever the metrics are read."""
         if self.meter is None:
@@ -84,11 +74,14 @@ class Telemetry:
         if any(thread.is_alive() for thread in ending):
             log.warning("the collector does not answer: the last spans and metrics are lost")
 
-    def _instrument(self, meter: Meter, metric: Metric) -> Any:
+    def instrument(self, metric: Metric) -> Any:
+        """Returns the gauge or counter of a metric; None if metrics are not recorded."""
+        if self.meter is None:
+            return None
         with self._lock:
             if metric.name not in self._instruments:
                 is_counter = metric.kind is MetricKind.COUNTER
-                create = meter.create_counter if is_counter else meter.create_gauge
+                create = self.meter.create_counter if is_counter else self.meter.create_gauge
                 self._instruments[metric.name] = create(_name(metric), description=metric.help)
             return self._instruments[metric.name]
 
@@ -215,12 +208,14 @@ def is_measuring() -> bool:
 
 def record(metric: Metric, value: float, **labels: str) -> None:
     """Sets a gauge of this process to a value."""
-    _current.record(metric, value, labels)
+    if (gauge := _current.instrument(metric)) is not None:
+        gauge.set(value, labels)
 
 
 def count(metric: Metric, amount: float = 1, **labels: str) -> None:
     """Adds an amount to a counter of this process."""
-    _current.count(metric, amount, labels)
+    if (counter := _current.instrument(metric)) is not None:
+        counter.add(amount, labels)
 
 
 def observe(metric: Metric, observer: Observer) -> None:
