@@ -70,7 +70,6 @@ NEEDLESS: dict[str, str] = {
     ),
     "paceline.reward.app:RewardApp._wind_up: asyncio.wait": _FINISHING,
     "paceline.rollout.sampler:Sampler.drain: asyncio.wait": _FINISHING,
-    "paceline.service.member.bootstrap:MemberSession.finish: asyncio.wait": _CANCELLED,
     "paceline.learner.servicer:LearnerServicer.restart_wanted: self._restart.wait": _TOLD,
     "paceline.service.member.bootstrap:MemberSession.finish: self.run_over.wait": _TOLD,
     "paceline.service.member.bootstrap:MemberSession.until_leaving: self._draining.wait": _TOLD,

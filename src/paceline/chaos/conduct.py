@@ -212,7 +212,6 @@ async def conduct(
 
 
 def _as_wanted(outcome: LaunchOutcome) -> LaunchOutcome:
-    """Returns the outcome of a run that was told to stop."""
     if not outcome.ok and _DONE in outcome.message:
         return LaunchOutcome(ok=True, message=outcome.message, exit_code=0)
     return outcome

@@ -95,7 +95,6 @@ def _is_for_cpus(facts: EngineFacts) -> bool:
 
 
 def _build(package: str) -> str:
-    """Returns a package and its version."""
     return f"{package} {packages.version(package)}"
 
 

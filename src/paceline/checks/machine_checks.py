@@ -85,7 +85,6 @@ def _trackers_line(config: RunConfig) -> str:
 
 
 def _memory_line(config: RunConfig) -> str:
-    """Returns the memory plan of this machine's GPUs."""
     machine = Machine.here()
     try:
         learner, rollout = share_gpus(config, machine.gpus)

@@ -281,7 +281,6 @@ def _key_in(path: Path) -> ec.EllipticCurvePrivateKey | None:
 def _of_key(
     key: ec.EllipticCurvePrivateKey | None, certificates: Sequence[x509.Certificate]
 ) -> x509.Certificate | None:
-    """Returns the certificate of a key."""
     public = key and key.public_key()
     return next((each for each in certificates if each.public_key() == public), None)
 

@@ -55,6 +55,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "track": "send what a past run has written to experiment trackers",
     },
 }
+_MODULES = dict.fromkeys(("sft", "rm", "dpo"), "tuning")
 COMMANDS = {name: summary for commands in _ROOMS.values() for name, summary in commands.items()}
 
 
@@ -128,7 +129,8 @@ def _run_installed(name: str, words: Sequence[str]) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     room = next(room for room, commands in _ROOMS.items() if name in commands)
     with without_collections():
-        command = importlib.import_module(f"paceline.cli.commands.{room}.{name.replace('-', '_')}")
+        module = _MODULES.get(name, name.replace("-", "_"))
+        command = importlib.import_module(f"paceline.cli.commands.{room}.{module}")
     summary = COMMANDS[name]
     command_parser = argparse.ArgumentParser(
         prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}."

@@ -172,7 +172,6 @@ class _Parquet:
 
 
 def _object(path: Path, number: int, line: bytes) -> Row:
-    """Reads a line of JSONL as a row."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError) as error:

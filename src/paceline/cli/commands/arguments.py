@@ -26,10 +26,15 @@ S = TypeVar("S", bound=Section)
 def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
     """Adds CONFIG.yaml as `config` and the dotted overrides as `overrides`."""
     parser.add_argument("config", metavar="CONFIG.yaml", help=description)
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="dotted.key=value", help="override a value of the file"
-    )
+    add_overrides(parser, of="the file")
     add_offline(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser, *, of: str) -> None:
+    """Adds the dotted overrides as `overrides`."""
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="dotted.key=value", help=f"override a value of {of}"
+    )
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +44,6 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
         action=_Offline,
         nargs=0,
         help="read models and data sets of the hub from the cache; download nothing",
-    )
-
-
-def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds `--dry-run` to a command that trains on pairs."""
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration; start nothing"
     )
 
 

@@ -65,7 +65,6 @@ def _absolute(name: str, key: str) -> str:
 
 
 def _plain(text: str) -> Any:
-    """Returns a default as YAML reads it."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

@@ -159,6 +159,19 @@ def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) ->
     return convert
 
 
+def trackers(value: Any, *, silent: Collection[str]) -> Tree:
+    """Returns the trackers that Paceline has, too; names in `silent` stand for none.
+
+    Raises:
+        ValueError: it has no such tracker.
+    """
+    names = [value] if isinstance(value, str) else list(value or [])
+    known = ("wandb", "tensorboard", "mlflow", "trackio")
+    if unknown := [name for name in names if name not in (*known, *silent)]:
+        raise ValueError(f"trainer.loggers takes {', '.join(known)}; leave {unknown[0]} out")
+    return {"trainer.loggers": [name for name in names if name in known]}
+
+
 def number(value: Any) -> float:
     """Returns a number that may be written as text, as YAML reads 1e-6."""
     try:

@@ -18,22 +18,9 @@ from paceline.config.training.teacher import TeacherConfig
 from paceline.core.estimators import ADV_ESTIMATORS, EstimatorTraits, Need
 
 KLKind = Literal[
-    "k1",
-    "abs",
-    "k2",
-    "k3",
-    "k1+",
-    "abs+",
-    "k2+",
-    "k3+",
-    "kl",
-    "mse",
-    "low_var_kl",
-    "kl+",
-    "mse+",
-    "low_var_kl+",
-]
-
+    "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+",
+    "kl", "mse", "low_var_kl", "kl+", "mse+", "low_var_kl+",
+]  # fmt: skip
 
 KL_KINDS = (
     "With d the difference of the log-probs: k1 (alias kl) d, abs |d|, k2 (mse) d²/2, k3 (low_var_kl) "

@@ -157,8 +157,6 @@ def evaluate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """The scored answers to one prompt, in columns."""
-
     rewards: list[float]
     right: list[bool]
     finals: list[str]

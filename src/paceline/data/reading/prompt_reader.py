@@ -349,7 +349,6 @@ def _order(number: int, row: Row, column: str) -> str | float:
 
 
 def _digest_of_tokenizer(folder: Path) -> str:
-    """Returns the digest of a tokenizer's files."""
     return _digest_of(sorted(file for file in folder.iterdir() if file.is_file() and _is_part(file.name)))
 
 

@@ -188,7 +188,6 @@ class Attachment(Generic[TaskT, AnswerT]):
         raise NotImplementedError
 
     async def _answer(self, task: TaskT) -> AnswerT:
-        """Computes the answer to a task."""
         raise NotImplementedError
 
     def _end(self) -> None:

@@ -110,8 +110,6 @@ class AttachedClient(Generic[TaskT, AnswerT]):
 
 
 class _Stream(Generic[TaskT, AnswerT]):
-    """One stream, from hello to leave."""
-
     def __init__(
         self, options: ClientOptions, handle: Callable[[TaskT], Awaitable[AnswerT]], stopping: asyncio.Event
     ) -> None:

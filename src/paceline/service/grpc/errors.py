@@ -13,28 +13,7 @@ from typing import Any
 import grpc
 
 from paceline.core import errors as core_errors
-from paceline.core.errors import (
-    BrokerError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DeadlineError,
-    EnvironmentLackError,
-    FailedStartError,
-    GuardError,
-    IllegalTransitionError,
-    InvalidMessageError,
-    LostDataError,
-    ModelError,
-    NumericsError,
-    PacelineError,
-    PeerLostError,
-    ProtocolError,
-    RewardError,
-    RewardErrorKind,
-    VersionMismatchError,
-    WeightSyncError,
-)
+from paceline.core.errors import PacelineError, ProtocolError, RewardErrorKind
 from paceline.core.members import Peer, peer_from_plain, peer_to_plain
 from paceline.core.text import encodable, one_line, printable
 
@@ -44,24 +23,24 @@ MAX_MESSAGE_CHARS = 2000
 
 # UNAVAILABLE is not in the table: it means that the peer cannot be reached.
 STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
-    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
-    DataError: grpc.StatusCode.INVALID_ARGUMENT,
-    ModelError: grpc.StatusCode.INVALID_ARGUMENT,
-    EnvironmentLackError: grpc.StatusCode.FAILED_PRECONDITION,
-    InvalidMessageError: grpc.StatusCode.INVALID_ARGUMENT,
-    IllegalTransitionError: grpc.StatusCode.FAILED_PRECONDITION,
-    VersionMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    core_errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    core_errors.DataError: grpc.StatusCode.INVALID_ARGUMENT,
+    core_errors.ModelError: grpc.StatusCode.INVALID_ARGUMENT,
+    core_errors.EnvironmentLackError: grpc.StatusCode.FAILED_PRECONDITION,
+    core_errors.InvalidMessageError: grpc.StatusCode.INVALID_ARGUMENT,
+    core_errors.IllegalTransitionError: grpc.StatusCode.FAILED_PRECONDITION,
+    core_errors.VersionMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
-    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    PeerLostError: grpc.StatusCode.ABORTED,
-    FailedStartError: grpc.StatusCode.ABORTED,
-    BrokerError: grpc.StatusCode.ABORTED,
-    LostDataError: grpc.StatusCode.DATA_LOSS,
-    RewardError: grpc.StatusCode.UNKNOWN,
-    WeightSyncError: grpc.StatusCode.ABORTED,
-    CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
-    NumericsError: grpc.StatusCode.INTERNAL,
-    GuardError: grpc.StatusCode.ABORTED,
+    core_errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    core_errors.PeerLostError: grpc.StatusCode.ABORTED,
+    core_errors.FailedStartError: grpc.StatusCode.ABORTED,
+    core_errors.BrokerError: grpc.StatusCode.ABORTED,
+    core_errors.LostDataError: grpc.StatusCode.DATA_LOSS,
+    core_errors.RewardError: grpc.StatusCode.UNKNOWN,
+    core_errors.WeightSyncError: grpc.StatusCode.ABORTED,
+    core_errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    core_errors.NumericsError: grpc.StatusCode.INTERNAL,
+    core_errors.GuardError: grpc.StatusCode.ABORTED,
     PacelineError: grpc.StatusCode.INTERNAL,
 }
 
@@ -114,34 +93,34 @@ def _class_named(name: str) -> type[PacelineError]:
 
 def _fields(error: PacelineError) -> dict[str, object]:
     match error:
-        case InvalidMessageError():
+        case core_errors.InvalidMessageError():
             return {"reason": error.reason}
-        case DeadlineError():
+        case core_errors.DeadlineError():
             return {
                 "phase": error.phase,
                 "peer": peer_to_plain(error.peer),
                 "seconds": error.seconds,
                 "hint": clip(error.hint),
             }
-        case PeerLostError():
+        case core_errors.PeerLostError():
             return {"peer": peer_to_plain(error.peer)}
-        case RewardError():
+        case core_errors.RewardError():
             return {"kind": error.kind.value}
         case _:
             return {}
 
 
 def _make(kind: type[PacelineError], message: str, fields: dict[str, object]) -> PacelineError:
-    if issubclass(kind, DeadlineError):
+    if issubclass(kind, core_errors.DeadlineError):
         return kind(
             phase=str(fields["phase"]),
             peer=_peer_of(fields),
             seconds=float(str(fields["seconds"])),
             hint=str(fields["hint"]),
         )
-    if issubclass(kind, PeerLostError):
+    if issubclass(kind, core_errors.PeerLostError):
         return kind(message, peer=_peer_of(fields))
-    if issubclass(kind, RewardError):
+    if issubclass(kind, core_errors.RewardError):
         return kind(message, kind=RewardErrorKind(fields["kind"]))
     return kind(message, **fields)
 

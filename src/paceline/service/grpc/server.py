@@ -113,7 +113,6 @@ async def start_server(
 def _bind(
     server: grpc.aio.Server, host: str, ports: Sequence[int], credentials: Credentials, port_key: str
 ) -> int:
-    """Makes the server listen on the first free port; returns it."""
     for port in ports:
         try:
             check_port(host, port, port_key)

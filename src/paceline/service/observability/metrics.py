@@ -55,37 +55,34 @@ _MEMBERS = ("rollout", "learner", "reward")
 _ON_GPUS = ("rollout", "learner")
 
 _counter = partial(Metric, kind=MetricKind.COUNTER)
+_of_all = partial(Metric, services=_ALL)
+_of_member = partial(Metric, labels=("kind", "member"))
 _of_gpu = partial(Metric, labels=("gpu", "uuid"), services=_ON_GPUS)
 _of_mailbox = partial(_counter, labels=("mailbox",), services=("rollout", "reward"))
 
 # --- the process
 
-MEMORY = Metric(
+MEMORY = _of_all(
     "paceline_process_resident_memory_bytes",
     "Resident memory of the process (part=self) and of its child processes together (part=children).",
     labels=("part",),
-    services=_ALL,
 )
 CPU = _counter(
     "paceline_process_cpu_seconds_total",
     "CPU time of the process and of children that have ended.",
     services=_ALL,
 )
-OPEN_FILES = Metric("paceline_process_open_files", "Open file descriptors, sockets included.", services=_ALL)
-START_TIME = Metric(
-    "paceline_process_start_time_seconds", "Unix time at which the process started.", services=_ALL
-)
-CERTIFICATE_LIFE = Metric(
+OPEN_FILES = _of_all("paceline_process_open_files", "Open file descriptors, sockets included.")
+START_TIME = _of_all("paceline_process_start_time_seconds", "Unix time at which the process started.")
+CERTIFICATE_LIFE = _of_all(
     "paceline_certificate_life_left_ratio",
     "Remaining share of the lifetime of the process's certificate (file=cert.pem), and of the last "
     "authority that it trusts (file=ca.pem). Both are renewed at half. Absent without TLS.",
     labels=("file",),
-    services=_ALL,
 )
-LOOP_LAG = Metric(
+LOOP_LAG = _of_all(
     "paceline_event_loop_lag_seconds",
     "Largest lag of the event loop in the last 10 s: how late it ran a callback.",
-    services=_ALL,
 )
 GPU_MEMORY_USED = _of_gpu(
     "paceline_gpu_memory_used_bytes", "Memory in use, by any process, on a GPU that this process may use."
@@ -160,15 +157,12 @@ MEMBERS = Metric(
     "Members by kind, state and health as the controller sees them.",
     labels=("kind", "state", "health"),
 )
-MEMBER_SILENCE = Metric(
+MEMBER_SILENCE = _of_member(
     "paceline_member_silence_seconds",
     "Seconds since a member's last heartbeat; only members that are alive or suspect.",
-    labels=("kind", "member"),
 )
-MEMBER_IN_FLIGHT = Metric(
-    "paceline_member_in_flight",
-    "Samples or trajectories that a member is working on.",
-    labels=("kind", "member"),
+MEMBER_IN_FLIGHT = _of_member(
+    "paceline_member_in_flight", "Samples or trajectories that a member is working on."
 )
 MEMBER_CHANGES = _counter(
     "paceline_member_changes_total",
@@ -180,10 +174,9 @@ MEMBER_RESTARTS = _counter(
     "Registrations of a new incarnation of a member that the controller already knew.",
     labels=("kind", "member"),
 )
-RECOVERY_SECONDS = Metric(
+RECOVERY_SECONDS = _of_member(
     "paceline_member_recovery_seconds",
     "Seconds from the detection of a member's last loss until the member was ready again.",
-    labels=("kind", "member"),
 )
 MAILBOX_ENTRIES = Metric(
     "paceline_mailbox_entries",

@@ -17,17 +17,9 @@ from paceline.show.report.lines import last_lines
 Row = Mapping[str, Any]
 
 _SKIPPED = (
-    "phase",
-    "dispatch",
-    "trajectory",
-    "refill",
-    "batch",
-    "trained",
-    "step",
-    "guard_summary",
-    "checkpoint_removed",
-    "epoch",
-)
+    "phase", "dispatch", "trajectory", "refill", "batch", "trained", "step", "guard_summary",
+    "checkpoint_removed", "epoch",
+)  # fmt: skip
 _ROUTINE = ("commit", *_SKIPPED)
 _QUIET_CHANGES = {"registered", "alive"}
 _BAD = {"lost", "rewind", "recollect", "rollback", "group_dropped", "process"}

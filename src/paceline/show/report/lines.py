@@ -98,7 +98,6 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(file: BinaryIO, start: int) -> Iterator[bytes]:
-    """Yields the complete lines."""
     file.seek(start)
     return (line for line in file if line.endswith(b"\n"))
 

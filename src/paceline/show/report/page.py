@@ -14,32 +14,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.show.metrics import (
-    CHART_NOTES,
-    MFU,
-    PHASES,
-    REWARD,
-    STEP_SECONDS,
-    TOKENS_PER_S,
-    WITHOUT_ZEROS,
-    ShownMetric,
-    charts,
-)
+from paceline.show import metrics
 
 _FRONT = Path(__file__).parent / "front"
 _SCRIPTS = (
-    "base",
-    "source",
-    "plot",
-    "curves",
-    "timeline",
-    "fleet",
-    "groups",
-    "samples",
-    "evaluations",
-    "runs",
+    "base", "source", "plot", "curves", "timeline", "fleet", "groups", "samples", "evaluations", "runs",
     "app",
-)
+)  # fmt: skip
 
 
 @cache
@@ -94,27 +75,31 @@ def _json(name: str, value: Any) -> str:
 
 def _meta() -> dict[str, Any]:
     """Returns the table of metrics in the form that the script reads."""
-    known = charts()
+    known = metrics.charts()
     return {
-        "step_seconds": STEP_SECONDS,
-        "phases": [_described(metric) for metric in known[PHASES]],
-        "reward": {**_chart(REWARD, known[REWARD]), "components": True},
-        "charts": [_chart(title, group) for title, group in known.items() if title not in (REWARD, PHASES)],
+        "step_seconds": metrics.STEP_SECONDS,
+        "phases": [_described(metric) for metric in known[metrics.PHASES]],
+        "reward": {**_chart(metrics.REWARD, known[metrics.REWARD]), "components": True},
+        "charts": [
+            _chart(title, group)
+            for title, group in known.items()
+            if title not in (metrics.REWARD, metrics.PHASES)
+        ],
         "tiles": [
-            {"name": TOKENS_PER_S, "title": "Throughput", "note": "tokens/s, median"},
-            {"name": MFU, "title": "MFU", "note": "of the policy's update, median", "percent": True},
+            {"name": metrics.TOKENS_PER_S, "title": "Throughput", "note": "tokens/s, median"},
+            {"name": metrics.MFU, "title": "MFU", "note": "of the policy's update, median", "percent": True},
         ],
     }
 
 
-def _chart(title: str, metrics: list[ShownMetric]) -> dict[str, Any]:
+def _chart(title: str, shown: list[metrics.ShownMetric]) -> dict[str, Any]:
     return {
         "title": title,
-        "note": CHART_NOTES.get(title, ""),
-        "metrics": [_described(metric) for metric in metrics],
-        "without_zeros": title in WITHOUT_ZEROS,
+        "note": metrics.CHART_NOTES.get(title, ""),
+        "metrics": [_described(metric) for metric in shown],
+        "without_zeros": title in metrics.WITHOUT_ZEROS,
     }
 
 
-def _described(metric: ShownMetric) -> dict[str, Any]:
+def _described(metric: metrics.ShownMetric) -> dict[str, Any]:
     return {"name": metric.name, "label": metric.label, "dots": metric.dots}

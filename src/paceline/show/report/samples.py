@@ -17,17 +17,9 @@ _SHORT = 600
 _MAX_ROWS = 4096
 _TOKEN_COLUMNS = {"engine": "response_log_probs", "learner": "learner_log_probs"}
 _FACTS = (
-    "prompt_id",
-    "sample_index",
-    "reward",
-    "num_response_tokens",
-    "finish_reason",
-    "stop_reason",
-    "num_turns",
-    "num_tool_calls",
-    "policy_version",
-    "server",
-)
+    "prompt_id", "sample_index", "reward", "num_response_tokens", "finish_reason", "stop_reason",
+    "num_turns", "num_tool_calls", "policy_version", "server",
+)  # fmt: skip
 _TEXTS = {"prompt": "prompt", "response": "response", "truth": "ground_truth"}
 
 Row = Mapping[str, Any]

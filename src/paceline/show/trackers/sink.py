@@ -85,7 +85,6 @@ class Sink:
             self._say(f"trackers: not all was sent within {_LAST_WAIT_S:g} s")
 
     def _give(self, job: _Job | None) -> None:
-        """Queues a job for all trackers."""
         try:
             self._jobs.put(job, timeout=_LAST_WAIT_S)
         except queue.Full:

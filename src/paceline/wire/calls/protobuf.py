@@ -96,7 +96,6 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
 
 
 def _extra_of(message: reward_pb2.ScoreItem) -> str:
-    """Names an item's `extra_json` in errors."""
     return f"ScoreItem: {message.trajectory_id[:80]}: extra_json"
 
 

@@ -58,7 +58,6 @@ def chunk_from_proto(message: learner_pb2.WorkAheadRequest) -> ChunkOrder:
 
 
 def _parts_of(order: TrainOrder | ChunkOrder) -> dict[str, Any]:
-    """Encodes policy, rows and adjustments."""
     return {
         "policy": policy_tag_to_proto(order.policy),
         "rows": [_row_to_proto(row) for row in order.rows],
@@ -67,7 +66,6 @@ def _parts_of(order: TrainOrder | ChunkOrder) -> dict[str, Any]:
 
 
 def _parts_in(message: learner_pb2.TrainStepRequest | learner_pb2.WorkAheadRequest) -> dict[str, Any]:
-    """Decodes policy, rows and adjustments."""
     adjusted = message.HasField("adjustments")
     return {
         "policy": policy_tag_from_proto(message.policy),
@@ -108,7 +106,6 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
 
 
 def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
-    """Checks ids, finiteness and lengths."""
     try:
         trajectory_id = TrajectoryId.parse(message.trajectory_id)
     except ValueError as error:

@@ -18,23 +18,9 @@ from paceline.core.samples.trajectory import (
     ScoredHeader,
     TrajectoryHeader,
 )
+from paceline.wire import parts
 from paceline.wire.fields import LIMITS, MAX_NAME_CHARS, Fields, pack, unpack
 from paceline.wire.mailbox.messages import PROMPT_GROUP
-from paceline.wire.parts import (
-    pack_context,
-    pack_episode,
-    pack_policy,
-    pack_ranges,
-    pack_trajectory_id,
-    read_blob_digest,
-    read_choice,
-    read_context,
-    read_episode,
-    read_policy,
-    read_purpose,
-    read_ranges,
-    read_trajectory_id,
-)
 from paceline.wire.records import values_of
 
 HEADER, GROUP, SCORED, REFUSAL = "trajectory_header", "trajectory_group", "scored_header", "group_refusal"
@@ -42,20 +28,19 @@ HEADER, GROUP, SCORED, REFUSAL = "trajectory_header", "trajectory_group", "score
 
 def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
     """Packs a sample's header as bytes."""
-    return pack(
-        HEADER, {**_pack_header(header), "seconds": header.seconds, "context": pack_context(header.context)}
-    )
+    own = {"seconds": header.seconds, "context": parts.pack_context(header.context)}
+    return pack(HEADER, {**_pack_header(header), **own})
 
 
 def _pack_header(header: SampleHeader) -> dict[str, Any]:
     return {
         **values_of(header, of=SampleHeader, without=("ranges",)),
-        "episode": pack_episode(header.episode),
+        "episode": parts.pack_episode(header.episode),
         "num_patches": header.num_patches or None,
-        "trajectory_id": pack_trajectory_id(header.trajectory_id),
-        "policy": pack_policy(header.policy),
+        "trajectory_id": parts.pack_trajectory_id(header.trajectory_id),
+        "policy": parts.pack_policy(header.policy),
         "finish_reason": header.finish_reason.value,
-        **pack_ranges(header.ranges),
+        **parts.pack_ranges(header.ranges),
     }
 
 
@@ -69,7 +54,7 @@ def encode_trajectory_group(headers: Sequence[TrajectoryHeader]) -> bytes:
             "step": first.trajectory_id.step,
             "purpose": first.trajectory_id.purpose,
             "prompt_id": first.trajectory_id.prompt_id,
-            "policy": pack_policy(first.policy),
+            "policy": parts.pack_policy(first.policy),
             "headers": [encode_trajectory_header(header) for header in headers],
         },
     )
@@ -93,7 +78,7 @@ def decode_trajectory_headers(data: bytes) -> TrajectoryHeader | tuple[Trajector
     fields = unpack((HEADER, GROUP), data)
     if fields.kind == HEADER:
         return _read_header(fields)
-    group = (fields.integer("step"), read_purpose(fields), fields.integer("prompt_id"))
+    group = (fields.integer("step"), parts.read_purpose(fields), fields.integer("prompt_id"))
     packed = fields.items("headers", max_items=LIMITS.max_samples)
     if not packed or any(type(header) is not bytes for header in packed):
         fields.reject("wrong_type", "headers must be a list of messages with at least one")
@@ -105,27 +90,26 @@ def decode_trajectory_headers(data: bytes) -> TrajectoryHeader | tuple[Trajector
 
 
 def _read_header(fields: Fields) -> TrajectoryHeader:
-    seconds, context = fields.number("seconds", minimum=0.0), read_context(fields)
+    seconds, context = fields.number("seconds", minimum=0.0), parts.read_context(fields)
     return TrajectoryHeader(**_read_sample(fields), seconds=seconds, context=context)
 
 
 def _read_sample(fields: Fields) -> dict[str, Any]:
-    """Reads the fields that all headers have."""
     num_response_tokens = fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens)
     return {
         "run_id": fields.name("run_id"),
-        "trajectory_id": read_trajectory_id(fields),
-        "policy": read_policy(fields),
+        "trajectory_id": parts.read_trajectory_id(fields),
+        "policy": parts.read_policy(fields),
         "blob_key": fields.name("blob_key"),
-        "blob_digest": read_blob_digest(fields),
+        "blob_digest": parts.read_blob_digest(fields),
         "num_prompt_tokens": fields.integer("num_prompt_tokens", minimum=1, maximum=LIMITS.max_tokens),
         "num_response_tokens": num_response_tokens,
         "num_sampled_tokens": fields.integer("num_sampled_tokens", minimum=0, maximum=LIMITS.max_tokens),
-        "finish_reason": read_choice(fields, "finish_reason", FinishReason),
+        "finish_reason": parts.read_choice(fields, "finish_reason", FinishReason),
         "server_id": fields.name("server_id"),
-        "episode": read_episode(fields),
+        "episode": parts.read_episode(fields),
         "num_patches": _read_num_patches(fields),
-        "ranges": read_ranges(fields, num_response_tokens),
+        "ranges": parts.read_ranges(fields, num_response_tokens),
     }
 
 
@@ -159,7 +143,7 @@ def encode_group_refusal(refusal: GroupRefusal) -> bytes:
     """Packs a group's refusal as bytes."""
     return pack(
         REFUSAL,
-        {**values_of(refusal), "purpose": str(refusal.purpose), "policy": pack_policy(refusal.policy)},
+        {**values_of(refusal), "purpose": str(refusal.purpose), "policy": parts.pack_policy(refusal.policy)},
     )
 
 
@@ -173,17 +157,17 @@ def refusal_of(
     try:
         fields = unpack((PROMPT_GROUP, HEADER, GROUP), message)
         if fields.kind == HEADER:
-            sample = read_trajectory_id(fields)
+            sample = parts.read_trajectory_id(fields)
             step, purpose, prompt_id = sample.step, sample.purpose, sample.prompt_id
         else:
-            step, purpose = fields.integer("step"), read_purpose(fields)
+            step, purpose = fields.integer("step"), parts.read_purpose(fields)
             prompt_id = fields.integer("prompt_id")
         return GroupRefusal(
             run_id=fields.name("run_id"),
             step=step,
             purpose=purpose,
             prompt_id=prompt_id,
-            policy=read_policy(fields),
+            policy=parts.read_policy(fields),
             server_id=server_id,
             reason=reason,
             message=detail,
@@ -207,9 +191,9 @@ def _read_refusal(fields: Fields) -> GroupRefusal:
     return GroupRefusal(
         run_id=fields.name("run_id"),
         step=fields.integer("step"),
-        purpose=read_purpose(fields),
+        purpose=parts.read_purpose(fields),
         prompt_id=fields.integer("prompt_id"),
-        policy=read_policy(fields),
+        policy=parts.read_policy(fields),
         server_id=fields.name("server_id"),
         reason=fields.name("reason"),
         message=fields.text("message"),
@@ -223,6 +207,7 @@ def _read_scored_header(fields: Fields) -> ScoredHeader:
     error = _read_reward_error(fields)
     if (reward is None) == (error is None):
         fields.reject("inconsistent", "exactly one of reward and reward_error must be set")
+    teacher = "" if fields.missing("teacher_digest") else parts.read_blob_digest(fields, "teacher_digest")
     return ScoredHeader(
         **_read_sample(fields),
         generation_s=fields.number("generation_s", minimum=0.0),
@@ -234,7 +219,7 @@ def _read_scored_header(fields: Fields) -> ScoredHeader:
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
         token_rewards=_read_token_rewards(fields),
         normalized=_read_normalized(fields),
-        teacher_digest="" if fields.missing("teacher_digest") else read_blob_digest(fields, "teacher_digest"),
+        teacher_digest=teacher,
     )
 
 

@@ -18,25 +18,8 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.samples.expert_choices import ExpertChoices, choices_digest
 from paceline.core.samples.trajectory import FinishReason, Float32Array, PromptGroup, Trajectory
 from paceline.core.training import DIGEST_BYTES
+from paceline.wire import parts
 from paceline.wire.fields import LIMITS, Fields, pack, pack_array, unpack
-from paceline.wire.parts import (
-    pack_context,
-    pack_images,
-    pack_messages,
-    pack_policy,
-    pack_ranges,
-    pack_sampling,
-    pack_trajectory_id,
-    read_choice,
-    read_context,
-    read_images,
-    read_messages,
-    read_policy,
-    read_purpose,
-    read_ranges,
-    read_sampling,
-    read_trajectory_id,
-)
 from paceline.wire.records import values_of
 
 PROMPT_GROUP, TRAJECTORY = "prompt_group", "trajectory"
@@ -56,11 +39,11 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
             **values_of(group),
             "purpose": str(group.purpose),
             "prompt_token_ids": pack_array("prompt_token_ids", group.prompt_token_ids, "<i4"),
-            "sampling": pack_sampling(group.sampling),
-            "policy": pack_policy(group.policy),
-            "context": pack_context(group.context),
-            "messages": pack_messages(group.messages),
-            "images": pack_images(group.images),
+            "sampling": parts.pack_sampling(group.sampling),
+            "policy": parts.pack_policy(group.policy),
+            "context": parts.pack_context(group.context),
+            "messages": parts.pack_messages(group.messages),
+            "images": parts.pack_images(group.images),
         },
     )
 
@@ -78,15 +61,15 @@ def decode_prompt_group(data: bytes, *, vocab_size: int | None = None) -> Prompt
     return PromptGroup(
         run_id=fields.name("run_id"),
         step=fields.integer("step"),
-        purpose=read_purpose(fields),
+        purpose=parts.read_purpose(fields),
         prompt_id=fields.integer("prompt_id"),
         prompt_token_ids=fields.token_ids("prompt_token_ids", vocab_size),
-        sampling=read_sampling(fields),
+        sampling=parts.read_sampling(fields),
         seeds=seeds,
-        policy=read_policy(fields),
-        context=read_context(fields),
-        messages=read_messages(fields),
-        images=read_images(fields),
+        policy=parts.read_policy(fields),
+        context=parts.read_context(fields),
+        messages=parts.read_messages(fields),
+        images=parts.read_images(fields),
     )
 
 
@@ -101,18 +84,18 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         TRAJECTORY,
         {
             "run_id": trajectory.run_id,
-            "trajectory_id": pack_trajectory_id(trajectory.trajectory_id),
-            "policy": pack_policy(trajectory.policy),
+            "trajectory_id": parts.pack_trajectory_id(trajectory.trajectory_id),
+            "policy": parts.pack_policy(trajectory.policy),
             "prompt_token_ids": pack_array("prompt_token_ids", trajectory.prompt_token_ids, "<i4"),
             "response_token_ids": pack_array("response_token_ids", trajectory.response_token_ids, "<i4"),
             "response_log_probs": pack_array("response_log_probs", trajectory.response_log_probs, "<f4"),
             "response_mask": pack_array("response_mask", trajectory.response_mask, "|u1"),
             "finish_reason": trajectory.finish_reason.value,
-            "sampling": pack_sampling(trajectory.sampling),
+            "sampling": parts.pack_sampling(trajectory.sampling),
             "seed": trajectory.seed,
             "segment_starts": list(trajectory.segment_starts),
-            "images": pack_images(trajectory.images),
-            **pack_ranges(trajectory.ranges),
+            "images": parts.pack_images(trajectory.images),
+            **parts.pack_ranges(trajectory.ranges),
             **({} if choices is None else {"expert_choices": choices.to_plain()}),
         },
     )
@@ -157,18 +140,18 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
         fields.reject("inconsistent", "response_log_probs is not 0.0 on a token that was not sampled")
     return Trajectory(
         run_id=fields.name("run_id"),
-        trajectory_id=read_trajectory_id(fields),
-        policy=read_policy(fields),
+        trajectory_id=parts.read_trajectory_id(fields),
+        policy=parts.read_policy(fields),
         prompt_token_ids=prompt,
         response_token_ids=response,
         response_log_probs=log_probs,
         response_mask=mask,
-        finish_reason=read_choice(fields, "finish_reason", FinishReason),
-        sampling=read_sampling(fields),
+        finish_reason=parts.read_choice(fields, "finish_reason", FinishReason),
+        sampling=parts.read_sampling(fields),
         seed=fields.integer("seed", maximum=MAX_SEED),
         segment_starts=_read_segment_starts(fields, mask),
-        images=read_images(fields),
-        ranges=read_ranges(fields, len(response)),
+        images=parts.read_images(fields),
+        ranges=parts.read_ranges(fields, len(response)),
         expert_choices=_read_expert_choices(fields, data[end:], len(prompt) + len(response)),
     )
 

@@ -354,7 +354,6 @@ def _known(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _word(value: str) -> str:
-    """Returns a string as YAML writes it."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from paceline.checks.preflight import notes, quick_check
-from paceline.cli.commands.arguments import Form, add_offline
+from paceline.cli.commands.arguments import Form, add_offline, add_overrides
 from paceline.cli.commands.results.export import chosen_step, export_step
 from paceline.cli.commands.start.train import train
 from paceline.config.data import DataConfig
@@ -50,13 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to evaluate: a model (folder or name on the hub); a configuration file (the model that "
         "the run would start from); or a run (its newest checkpoint, or that of STEP)",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="dotted.key=value",
-        help="override a value of the configuration (of CONFIG or RUN, if given)",
-    )
+    add_overrides(parser, of="the configuration (of CONFIG or RUN, if given)")
     parser.add_argument(
         "--data",
         action="append",
@@ -114,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sets(given: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the files of each set, by its name."""
     sets: dict[str, list[str]] = {}
     for word in given:
         name, _, files = word.partition("=")

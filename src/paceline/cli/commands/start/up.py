@@ -25,13 +25,7 @@ from paceline.sizing.update import settle_context, with_memory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     parser.add_argument("hosts", metavar="HOSTS.yaml", help="file with the hosts and what runs on each")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="dotted.key=value",
-        help="override a value of the run's configuration",
-    )
+    arguments.add_overrides(parser, of="the run's configuration")
     arguments.add_form(parser)
 
 

@@ -157,7 +157,6 @@ def _enter(plain: str, script: ScriptSettings) -> None:
 
 
 def _value(text: str) -> Any:
-    """Returns a value as Hydra reads it."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.convert.rules import Changed, Tree
+from paceline.cli.convert.rules import Changed, Tree, trackers
 
 REWARDS = "reward_funcs"
 ANSWER, COLUMNS, MESSAGES = (f"{REWARDS}.{name}" for name in ("answer", "columns", "messages"))
@@ -93,12 +93,7 @@ def stored(value: Any, tree: Tree) -> Tree | Changed:
 
 def loggers(value: Any, tree: Tree) -> Tree:
     """Returns the trackers that are here, too."""
-    names = [value] if isinstance(value, str) else list(value or [])
-    known = ("wandb", "tensorboard", "mlflow", "trackio")
-    unknown = [name for name in names if name not in (*known, "none")]
-    if unknown:
-        raise ValueError(f"trainer.loggers takes {', '.join(known)}")
-    return {"trainer.loggers": [name for name in names if name != "none"]}
+    return trackers(value, silent=("none",))
 
 
 def evaluation(value: Any, tree: Tree) -> dict[str, Any]:

@@ -5,21 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.cli.convert.rules import Changed, ConversionRule, Tree, number, part, renamed, rule
+from paceline.cli.convert.trl import data
 from paceline.cli.convert.trl.batches import batch_sizes, every, every_epoch, length, warmup_share
-from paceline.cli.convert.trl.data import (
-    ANSWER,
-    COLUMNS,
-    MESSAGES,
-    REWARDS,
-    evaluation,
-    held_out_data,
-    loggers,
-    model,
-    precision,
-    rewards,
-    stored,
-    train_data,
-)
 from paceline.cli.convert.trl.losses import correction, deviation, lora, loss, schedule
 from paceline.cli.convert.trl.rest import REST
 
@@ -35,7 +22,7 @@ def _prompt_length(value: Any, tree: Tree) -> Tree | Changed:
 def _validations(value: Any, tree: Tree) -> Tree | Changed:
     if value == "no":
         return {"trainer.test_freq": 0, "trainer.val_before_train": False}
-    first = {"trainer.val_before_train": bool(tree["eval_on_start"])} | evaluation(value, tree)
+    first = {"trainer.val_before_train": bool(tree["eval_on_start"])} | data.evaluation(value, tree)
     if value == "epoch":
         frequency = every_epoch("trainer.test_freq", tree)
     else:
@@ -78,17 +65,17 @@ def _resume(value: Any, tree: Tree) -> Tree:
 
 
 RULES: tuple[ConversionRule, ...] = (
-    rule("model_name_or_path", "`model.path`", model),
+    rule("model_name_or_path", "`model.path`", data.model),
     part("model_revision", "model_name_or_path", default="main"),
-    rule("dataset_name", "`data.train_files`, a name on the hub or files", train_data),
+    rule("dataset_name", "`data.train_files`, a name on the hub or files", data.train_data),
     part("dataset_train_split", "dataset_name", default="train"),
     part("dataset_config", "dataset_name"),
-    rule("dataset_test_split", "`data.val_files`, with `eval_strategy`", held_out_data, default="test"),
+    rule("dataset_test_split", "`data.val_files`, with `eval_strategy`", data.held_out_data, default="test"),
     rule("eval_dataset", "`data.val_files`", lambda value, tree: {"data.val_files": value}),
-    rule(REWARDS, "`reward.functions` and, for names on the hub, `reward.models`", rewards),
-    part(f"reward_weights {MESSAGES}", REWARDS),
-    renamed(ANSWER, "data.ground_truth_key"),
-    renamed(COLUMNS, "data.extra_keys"),
+    rule(data.REWARDS, "`reward.functions` and, for names on the hub, `reward.models`", data.rewards),
+    part(f"reward_weights {data.MESSAGES}", data.REWARDS),
+    renamed(data.ANSWER, "data.ground_truth_key"),
+    renamed(data.COLUMNS, "data.extra_keys"),
     rule(
         "per_device_train_batch_size",
         "`data.train_batch_size`, `actor.ppo_mini_batch_size`, `actor.ppo_epochs`, by the sums below",
@@ -166,8 +153,8 @@ RULES: tuple[ConversionRule, ...] = (
     renamed("shuffle_dataset", "data.shuffle", default=True),
     renamed("seed", "trainer.seed", default=42),
     renamed("data_seed", "data.seed"),
-    rule("bf16", "`model.dtype`", precision, default=None),
-    rule("dtype", "nothing: masters of the weights are float32", stored),
+    rule("bf16", "`model.dtype`", data.precision, default=None),
+    rule("dtype", "nothing: masters of the weights are float32", data.stored),
     rule("use_peft", "`model.lora`; without `lora_target_modules`, PEFT's choice for most models", lora),
     part("lora_r", "use_peft", default=16),
     part("lora_alpha", "use_peft", default=32),
@@ -187,7 +174,7 @@ RULES: tuple[ConversionRule, ...] = (
     renamed("save_total_limit", "trainer.keep_checkpoints"),
     renamed("output_dir", "trainer.run_dir"),
     renamed("run_name", "trainer.name"),
-    rule("report_to", "`trainer.loggers`", loggers),
+    rule("report_to", "`trainer.loggers`", data.loggers),
     rule("resume_from_checkpoint", "`trainer.resume`", _resume),
     *REST,
 )

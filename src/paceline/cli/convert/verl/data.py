@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.convert.rules import Changed, Tree, number
+from paceline.cli.convert.rules import Changed, Tree, number, trackers
 
 FUNCTION = "custom_reward_function"
 MODEL = "actor_rollout_ref.model"
@@ -144,11 +144,7 @@ def masters(value: Any, tree: Tree) -> Tree | Changed:
 
 def loggers(value: Any, tree: Tree) -> Tree:
     """Returns the trackers that Paceline has, too; it always logs to the terminal."""
-    names = [value] if isinstance(value, str) else list(value or [])
-    known = ("wandb", "tensorboard", "mlflow", "trackio")
-    if unknown := [name for name in names if name not in (*known, "console", "file")]:
-        raise ValueError(f"trainer.loggers takes {', '.join(known)}; leave {unknown[0]} out")
-    return {"trainer.loggers": [name for name in names if name in known]}
+    return trackers(value, silent=("console", "file"))
 
 
 def resume(value: Any, tree: Tree) -> Tree:
