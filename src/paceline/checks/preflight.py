@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.checks import (
+    broker_checks,
     data_checks,
     machine_checks,
     model_checks,
@@ -30,6 +31,7 @@ CHECKS: Sequence[PreflightCheck] = (
     *machine_checks.CHECKS,
     *reward_checks.CHECKS,
     *rollout_checks.CHECKS,
+    *broker_checks.CHECKS,
     *service_checks.CHECKS,
 )
 """The checks of all modules; checks that need the machine come after those that need nothing."""

@@ -54,7 +54,8 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[15] == "ok    reward models: none"
     assert lines[16] == "ok    reward services: none"
     assert lines[17] == "ok    environment: none"
-    assert lines[18] == "ok    engine's log-probs: the line of the engine"
+    assert lines[18] == "ok    blob stores: none listed"
+    assert lines[19] == "ok    engine's log-probs: the line of the engine"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 
@@ -391,6 +392,7 @@ def test_a_judges_prompt_is_looked_at_before_the_start(project: Path) -> None:
 def test_checks_of_this_machine_are_left_out_for_another() -> None:
     elsewhere = {part.name for part in parts(here=False, tests=None)}
     here = {part.name for part in parts(here=True, tests=None)}
-    assert here - elsewhere == {"devices", "environment", "reward models", "reward services", "trackers"}
+    of_this_machine = {"blob stores", "devices", "environment", "reward models", "reward services"}
+    assert here - elsewhere == {*of_this_machine, "trackers"}
     assert elsewhere <= here
     assert "memory" in elsewhere & here
