@@ -28,6 +28,7 @@ from paceline.learner.train.state.learner import Learner
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from support.architectures import tiny_config
+from support.expert_models import COMMON_KINDS, write_model
 from support.learner_fakes import VOCAB_SIZE, draw_choices, run_config
 from support.learner_scenarios import save, train
 from support.learner_shapes import rows_with_holes
@@ -38,28 +39,12 @@ CPU = torch.device("cpu")
 FLOAT32 = Precision(compute=torch.float32)
 LORA = LoraConfig(rank=2, alpha=3.0)
 SCALE = 1.5
-KINDS = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "llama4_text",
-    "minimax_m2",
-    "qwen3_next",
-]
+KINDS = (*COMMON_KINDS, "llama4_text", "qwen3_next")
 
 
-def write_model(folder: Path, kind: str) -> Any:
+def write_double(folder: Path, kind: str) -> Any:
     """A model that transformers wrote, in float64."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE))
-    model.save_pretrained(folder)
+    model = write_model(folder, kind, corrections_std=0.0)
     model.set_experts_implementation("eager")  # grouped products have no float64
     return model.double()
 
@@ -120,7 +105,7 @@ def reference_log_probs(model: Any, rows: Any) -> Tensor:
 def test_log_probs_and_gradients_are_those_of_matrices_made_expert_by_expert(
     kind: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    model = write_model(tmp_path, kind)
+    model = write_double(tmp_path, kind)
     network = adapted_policy(tmp_path, ranks)
     tensors = tensors_of(network)
     assert materialise(model, tensors) >= 2
@@ -151,7 +136,7 @@ def test_log_probs_and_gradients_are_those_of_matrices_made_expert_by_expert(
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_push_and_an_export_hold_the_same_merged_experts(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    model = write_model(tmp_path, kind)
+    model = write_double(tmp_path, kind)
     network = adapted_policy(tmp_path, ranks)
     before = tensors_of(network)
     with with_adapters(network):
@@ -169,7 +154,7 @@ def test_a_push_and_an_export_hold_the_same_merged_experts(kind: str, ranks: Ran
 
 
 def test_passes_compute_to_the_bit_with_what_is_pushed(ranks: Ranks, tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen3_moe")
+    write_double(tmp_path, "qwen3_moe")
     rows = rows_with_holes([[(4, 3)], [(9, 5)]])
     network, plain = adapted_policy(tmp_path, ranks), load_policy(tmp_path, ranks, FLOAT32)
     with torch.no_grad():
@@ -183,7 +168,7 @@ def test_passes_compute_to_the_bit_with_what_is_pushed(ranks: Ranks, tmp_path: P
 
 
 def test_replayed_choices_of_experts_go_to_the_merged_experts(ranks: Ranks, tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen3_moe")
+    write_double(tmp_path, "qwen3_moe")
     rows = [
         replace(row, expert_choices=draw_choices([row.index], len(row.prompt_token_ids) + length, 3, 4, 2))
         for row in rows_with_holes([[(4, 3)], [(9, 5)]])
@@ -237,7 +222,7 @@ def run_of(folder: Path) -> RunConfig:
 def test_a_run_trains_adapters_of_experts_goes_on_from_a_checkpoint_and_exports(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    write_model(tmp_path / "model", "qwen2_moe")
+    write_double(tmp_path / "model", "qwen2_moe")
     config = run_of(tmp_path / "model")
     first = Learner.build(config, ranks)
     before = tensors_of(first.actor.network)
@@ -264,7 +249,7 @@ def test_a_run_trains_adapters_of_experts_goes_on_from_a_checkpoint_and_exports(
 
 
 def test_the_memory_plan_counts_what_the_learner_keeps(ranks: Ranks, tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen2_moe")
+    write_double(tmp_path, "qwen2_moe")
     config = run_of(tmp_path)
     learner = Learner.build(config, ranks)
     train(learner, 1, 1)
@@ -293,7 +278,7 @@ def test_the_memory_plan_counts_what_the_learner_keeps(ranks: Ranks, tmp_path: P
 
 
 def test_targets_name_experts_by_their_parameters(ranks: Ranks, tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen3_moe")
+    write_double(tmp_path, "qwen3_moe")
     network = load_policy(tmp_path, ranks, FLOAT32, lora=LoraConfig(rank=2, targets=("down_proj",)))
     names = {name for name, _ in hugging_face_names(network) if is_adapter(name)}
     assert names == {

@@ -25,7 +25,7 @@ from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_name
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.updating.losses import PolicyLoss
 from paceline.weights import corrections
-from support.architectures import tiny_config
+from support.expert_models import COMMON_KINDS, corrections_of, write_model
 from support.learner_fakes import VOCAB_SIZE, run_config
 from support.learner_scenarios import numbers, save, take_step
 from support.more import more
@@ -34,33 +34,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
 NUM_CORRECTIONS = {"deepseek_v3": 2, "glm4_moe": 2, "glm4_moe_lite": 2, "minimax_m2": 3}
-KINDS = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "gpt_oss",
-    "llama4_text",
-    *NUM_CORRECTIONS,
-]
-
-
-def write_model(folder: Path, kind: str) -> Any:
-    """A model that transformers wrote, and the folder it is in."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE))
-    for correction in corrections_of(model).values():
-        correction.normal_(std=0.3)
-    model.save_pretrained(folder)
-    return model
-
-
-def corrections_of(model: Any) -> dict[str, Tensor]:
-    """Buffers that a router adds to its scores, as DeepSeek-V3 has them."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(corrections.BUFFER)}
+KINDS = (*COMMON_KINDS, "glm4_moe_lite", "llama4_text")
 
 
 def rows() -> list[PackedRow]:

@@ -26,42 +26,21 @@ from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_name
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import Learner
 from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
-from support.architectures import tiny_config
+from support.expert_models import COMMON_KINDS, write_model
 from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, draw_choices, make_batch, run_config
 from support.learner_scenarios import numbers, take_step
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
-KINDS = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "gpt_oss",
-    "deepseek_v3",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "minimax_m2",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-]
+KINDS = (*COMMON_KINDS, "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
 NUM_EXPERTS, NUM_CHOSEN = 4, 2
 
 
-def write_model(folder: Path, kind: str) -> Any:
-    """A model that transformers wrote."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    changes: dict[str, Any] = {"topk_method": "greedy"} if kind == "deepseek_v2" else {}
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE, **changes))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.3)
-    model.save_pretrained(folder)
-    return model
+def write_greedy(folder: Path, kind: str) -> Any:
+    """A model whose tokens choose among all experts."""
+    changes = {"topk_method": "greedy"} if kind == "deepseek_v2" else {}
+    return write_model(folder, kind, **changes)
 
 
 def make_rows() -> list[PackedRow]:
@@ -165,7 +144,7 @@ def reference(model: Any, rows: list[PackedRow]) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_own_choices_change_no_bit(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    write_model(tmp_path, kind)
+    write_greedy(tmp_path, kind)
     plain, replaying = (load(tmp_path, ranks, replay=replay) for replay in (False, True))
     batch = pack(make_rows(), CPU)
     choices = own_choices(plain, batch)
@@ -179,7 +158,7 @@ def test_the_own_choices_change_no_bit(kind: str, ranks: Ranks, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_choices_are_those_of_a_forced_reference(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    model = write_model(tmp_path, kind).double()
+    model = write_greedy(tmp_path, kind).double()
     model.set_experts_implementation("eager")  # the other one has no float64
     network = load(tmp_path, ranks, replay=True)
     rows = with_choices(make_rows(), len(network.replaying))

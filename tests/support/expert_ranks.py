@@ -13,19 +13,9 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.model.architectures import stacks_of
 from paceline.learner.model.decoder.expert_parallel import divide_experts, spread_experts
 from support.architectures import tiny_config
+from support.expert_models import COMMON_KINDS
 
-KINDS = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "minimax_m2",
-    "qwen3_next",
-)
+KINDS = (*COMMON_KINDS, "qwen3_next")
 NUM_CHOSEN = 2
 
 
