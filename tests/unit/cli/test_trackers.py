@@ -186,16 +186,18 @@ def test_a_past_run_is_read_no_faster_than_it_is_sent(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Or a long one would be in memory whole, and most of it unsent when the last minute is over."""
-    release, read = threading.Event(), list[int]()
+    began, release, read = threading.Event(), threading.Event(), list[int]()
 
     class Hanging(Notebook):
         def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+            began.set()
             release.wait(120)
 
     def lines(path: Path) -> Iterator[dict[str, float]]:
         for step in range(50):
             read.append(step)
             yield {"step": step, "time": 1.0}
+            assert began.wait(120), "the first is not sent"
 
     monkeypatch.setitem(adapters.TRACKERS, "trackio", Hanging)
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: object())
