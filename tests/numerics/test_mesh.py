@@ -239,6 +239,18 @@ def test_a_rank_runs_out_of_memory_after_it_announced_tokens_to_experts(four: Fo
     four.assert_the_step_is_that_of_halves("divided experts")
 
 
+def test_a_rank_runs_out_of_memory_where_others_recompute_layers_with_its_tokens(four: FourRanks) -> None:
+    four.assert_the_step_is_that_of_halves("recomputed experts")
+
+
+@pytest.mark.more
+def test_a_rank_runs_out_of_memory_where_others_recompute_layers_with_its_part_of_rows(
+    grid: FourRanks,
+) -> None:
+    """The others attend to zeros of that rank, so their routers would choose other experts than before."""
+    grid.assert_the_step_is_that_of_halves("recomputed experts")
+
+
 @pytest.mark.more
 def test_a_rank_of_a_dense_model_that_shares_rows_runs_out_of_memory(grid: FourRanks) -> None:
     grid.assert_the_step_is_that_of_halves()

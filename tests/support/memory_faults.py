@@ -148,6 +148,7 @@ def ranks_that_share_rows(ranks: Ranks, kind: str, folder: str) -> list[Any]:
         "dense": (PLACES[-1], {"memory": lean, "entropy_coeff": 0.01}),
         "experts": (PLACES[1], {"load_balance_coef": 0.1, "shared_prompts": "on"}),
         "divided experts": ("tokens", {}),
+        "divided experts, recomputed": (PLACES[-1], {"memory": lean}),
     }[kind]
     actor |= {"ppo_max_token_len_per_gpu": 48}  # several micro-batches for each group
     undisturbed = build(ranks, folder, [], **actor)

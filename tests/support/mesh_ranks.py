@@ -127,6 +127,11 @@ def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small
         "out of memory, divided experts": memory_faults.ranks_that_share_rows(
             remeshed(ranks, "experts 2"), "divided experts", str(Path(models, VARIANTS["experts"][0]))
         ),
+        "out of memory, recomputed experts": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "experts 2"),
+            "divided experts, recomputed",
+            str(Path(models, VARIANTS["experts"][0])),
+        ),
     }
 
 
@@ -148,6 +153,11 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
         ),
         "out of memory, shared rows": memory_faults.ranks_that_share_rows(
             remeshed(ranks, "context 2"), "dense", small
+        ),
+        "out of memory, recomputed experts": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "experts 2, context 2"),
+            "divided experts, recomputed",
+            str(Path(models, VARIANTS["experts"][0])),
         ),
     }
 

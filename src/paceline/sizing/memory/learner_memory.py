@@ -344,7 +344,12 @@ class LearnerMemory:
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
         inputs = (recomputed - self._num_inputs_away) * self.layer_input
         kept = (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
-        return inputs + kept + self._exchanged
+        return inputs + kept + self._exchanged + recomputed * self._rows_order
+
+    @property
+    def _rows_order(self) -> int:
+        """Bytes of the order of a layer's rows for experts, which a recomputed layer takes again."""
+        return 0 if self.expert == 1 else 8 * self.num_tokens * self.shape.num_chosen
 
     @property
     def _exchanged(self) -> int:

@@ -14,7 +14,7 @@ that the others expect (`CountedGroup`).
 
 Ranks that divide experts announce how many tokens they send. After the failure this rank announces none, and
 for what it announced before it sends zeros. It computes no tokens of other ranks: they get zeros back
-(`CountedExperts`).
+(`CountedExperts`). A recomputed layer announces nothing, because it repeats the routes of its forward pass.
 
 If the mesh has replicas, FSDP averages a module's shards over them with an all-reduce of its own. That one
 can only be switched off, which is done for modules whose shards were averaged before the failure.

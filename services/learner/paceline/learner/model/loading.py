@@ -29,7 +29,7 @@ from paceline.learner.distributed.shards import own_box
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
-from paceline.learner.model.decoder.expert_parallel import divide_experts, spread_experts
+from paceline.learner.model.decoder.expert_parallel import divide_experts, keep_routes, spread_experts
 from paceline.learner.model.decoder.experts import (
     note_choices,
     use_correction_parameters,
@@ -308,6 +308,8 @@ def _materialise(
         give_storage(layer, lm, ranks.device, precision.store)
         for experts in divided:
             _shard_experts(experts, ranks, policy, options)
+        if divided:
+            keep_routes(layer)
         fully_shard(layer, mesh=ranks.fsdp, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
         if options.compiled:
             take_numbers_as_known(layer)

@@ -5,11 +5,16 @@
 
 Both exchanges are differentiable. A rank's experts see the tokens of all n ranks, so their gradients are sums
 over these already.
+
+A layer that is recomputed sends its tokens where its forward pass sent them. The ranks do not announce them
+again, and messages keep their sizes if a rank runs out of memory in between.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from contextvars import ContextVar, Token
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,6 +76,73 @@ def spread_experts(experts: Any, mesh: DeviceMesh) -> None:
     experts.expert_group = RankGroup.of(mesh.get_group())
 
 
+def keep_routes(layer: Any) -> None:
+    """Makes the recomputation of a layer repeat the routes of its forward pass.
+
+    Call it after recomputation was set up; without any, it changes nothing.
+    """
+    if (recompute := getattr(layer, "_gradient_checkpointing_func", None)) is not None:
+        layer._gradient_checkpointing_func = partial(recompute, context_fn=_contexts)
+
+
+_Sending = tuple[Tensor, Route]
+"""The order of a layer's rows, (T K,), and their route."""
+
+
+class _ForwardPass:
+    """The context of a layer's forward pass, which keeps where tokens went."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Sending] = []
+
+    def __enter__(self) -> None:
+        self._token: Token[Any] = _pass.set(self)
+
+    def __exit__(self, *error: object) -> None:
+        _pass.reset(self._token)
+
+
+class _Recomputation:
+    """The context of a layer's recomputation, in which tokens go where they went in the forward pass."""
+
+    def __init__(self, forward: _ForwardPass) -> None:
+        self._forward = forward
+        self.repeated: Iterator[_Sending] = iter(())
+
+    def __enter__(self) -> None:
+        self.repeated = iter(self._forward.kept)
+        self._token: Token[Any] = _pass.set(self)
+
+    def __exit__(self, *error: object) -> None:
+        _pass.reset(self._token)
+
+
+_pass: ContextVar[_ForwardPass | _Recomputation | None] = ContextVar(
+    "pass of a recomputed layer", default=None
+)
+
+
+def _contexts() -> tuple[_ForwardPass, _Recomputation]:
+    """Returns the contexts of a layer's forward pass and of its recomputation, for torch's `checkpoint`."""
+    forward = _ForwardPass()
+    return forward, _Recomputation(forward)
+
+
+def _sending(experts: Any, indices: Tensor) -> _Sending:
+    """Returns where tokens go that have chosen the experts `indices`, (T, K)."""
+    current = _pass.get()
+    if isinstance(current, _Recomputation):
+        return next(current.repeated)
+    group: RankGroup = experts.expert_group
+    chosen, order = indices.flatten().sort(stable=True)
+    bounds = torch.arange(group.size * experts.num_experts + 1, device=chosen.device)
+    counts = torch.searchsorted(chosen, bounds).diff()
+    sending = order, group.route(counts.view(group.size, experts.num_experts))
+    if current is not None:
+        current.kept.append(sending)
+    return sending
+
+
 class _OwnPart:
     """The attributes of experts or of their adapters, with this rank's part of each parameter.
 
@@ -93,10 +165,7 @@ def _spread_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         group: RankGroup = self.expert_group
         num_tokens, num_chosen = indices.shape
-        experts, order = indices.flatten().sort(stable=True)
-        bounds = torch.arange(group.size * self.num_experts + 1, device=experts.device)
-        counts = torch.searchsorted(experts, bounds).diff()
-        route = group.route(counts.view(group.size, self.num_experts))
+        order, route = _sending(self, indices)
         rows = exchange(_by_expert(hidden, order, num_chosen), group, route)
         plain: Any = kind.forward
         back = exchange(_computed(self, plain, rows, route), group, route.back)

@@ -71,10 +71,10 @@ class HostInputs:
         for layer in layers:
             layer._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
 
-    def _checkpoint(self, function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+    def _checkpoint(self, function: Callable[..., Any], hidden: Tensor, *others: Any, **options: Any) -> Any:
         """Calls a layer whose backward pass computes it again; stands in for torch's `checkpoint`."""
         with saved_tensors_hooks(partial(self._pack, hidden.data_ptr()), _unpack):
-            return checkpoint(function, hidden, *others, use_reentrant=False)
+            return checkpoint(function, hidden, *others, use_reentrant=False, **options)
 
     @torch.no_grad()
     def _pack(self, address: int, tensor: Tensor) -> _Input | Tensor:
