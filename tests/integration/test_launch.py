@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.runs import run_dir as run_dirs
-from support.launched_run import DEAF, DRIVER, HANG_S, NOTES, WELL, Run
+from support.launched_run import DEAF, DRIVER, HANG_S, NOTES, STOPPED, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -24,8 +24,7 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {name: NOTES.format(name=name, order=str(order)) for name in names})
     run.wait_for_pids(3, suffix=".ready", folder=tmp_path)
     run.wait_for_state("running")
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
     assert order.read_text().split() == [*names]
     calls = run.run_dir / "controller.calls"
     assert calls.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
@@ -70,8 +69,7 @@ def test_services_share_a_temporary_folder_that_goes_with_the_run(tmp_path: Path
     )
     run = Run(tmp_path, "wait", {"rollout-0": leaves + WELL, "learner-0": leaves + WELL})
     run.wait_for_pids(2, suffix=".told", folder=tmp_path)
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
     (folder,) = {Path(told.read_text()) for told in tmp_path.glob("*.told")}
     assert folder.name.startswith("paceline-")
     assert len(str(folder)) < 107 - len(str(uuid.uuid4()))
@@ -158,8 +156,7 @@ def test_a_run_goes_on_when_one_of_two_rollout_servers_cannot_be_mended(tmp_path
     run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "rollout-1": WELL, "reward": WELL})
     note = run.read_until("goes on with the other rollout servers")
     assert "rollout-0 ended unexpectedly (exit code 3)" in note
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert run.stop() == STOPPED
 
 
 def test_a_run_ends_when_its_last_rollout_server_dies(tmp_path: Path) -> None:
@@ -182,5 +179,4 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
     )
     assert "belongs to a run that is still running" in second.stderr
     assert os.stat(run.run_dir / "run.json").st_mode & 0o777 == 0o600
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.service import process_ends
 from paceline.service.process import STARTED_AS
-from support.launched_run import DEAF, HANG_S, LEAVES, MARK, SSH, WELL, Run
+from support.launched_run import DEAF, HANG_S, LEAVES, MARK, SSH, STOPPED, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -42,8 +42,7 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     assert len(run.alive() & before) == 1, "only the reward service is the same"
     run.wait_for_another_pid("rollout-0", first)
     assert psutil.pid_exists(run.pids["rollout-0"])
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 @pytest.mark.redis
@@ -65,8 +64,7 @@ def test_a_killed_blob_store_comes_back_empty_and_a_run_goes_on_without_one(tmp_
     os.kill(run.pids["blob-store-0"], signal.SIGKILL)
     assert "was started again 1 time" in run.read_until("the run goes on without it")
     assert [end.name for end in process_ends.read(run.run_dir)] == ["blob-store-0"] * 2
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 @pytest.mark.parametrize("what_ends", ["process", "connection"])
@@ -90,8 +88,7 @@ def test_the_end_of_a_process_on_another_host_is_reported_with_its_start(
     run.wait_for_another_pid("rollout-0", shell.pid)
     (again,) = psutil.Process(run.pids["rollout-0"]).children()
     assert again.environ()[STARTED_AS] != mark
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 def test_a_service_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
@@ -122,8 +119,7 @@ def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Pat
     run.read_until("reward is ready")
     os.kill(run.pids["reward"], signal.SIGUSR1)
     assert "reward ended unexpectedly (exit code 1)" in run.read_until("starting reward again")
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 # Ready, it waits for a signal, says an error with its process id, and fails.
@@ -173,8 +169,7 @@ def test_what_has_worked_or_fails_in_another_way_is_started_again(
         run.read_until("step 2/2")
     fail_twice(run, "rollout-0", tmp_path)
     run.read_until("starting rollout-0 again (2 of at most 2")
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 def test_a_reward_model_is_started_again_whatever_it_says(tmp_path: Path) -> None:
@@ -188,8 +183,7 @@ def test_a_reward_model_is_started_again_whatever_it_says(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGUSR1)
         run.read_until(f"starting {name} again ({number} of at most 2")
         run.wait_for_another_pid(name, pid)
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 def fail_twice(run: Run, name: str, folder: Path) -> None:
@@ -219,8 +213,7 @@ def test_a_start_that_failed_for_a_reason_that_may_pass_is_tried_again(tmp_path:
     run.wait_for_state("running")
     run.wait_for_another_pid("rollout-0")
     assert starts.read_text() == "xxx"
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
     (tmp_path / "second").mkdir()
     starts.unlink()
     run = Run(tmp_path / "second", "wait", {"rollout-0": fails.replace("exit(4)", "exit(1)") + WELL})
@@ -252,8 +245,7 @@ def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_p
     run.tell_states("reward serving\n")
     run.tell_states("reward serving \n")
     assert psutil.pid_exists(run.pids["reward-model-rm-0"])
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
     (token, port), again = (line.split() for line in seen.read_text().splitlines())
     assert again == [token, port], "the same for its successor"
     assert not psutil.pid_exists(int(child.read_text())), "what it had started"
@@ -294,8 +286,7 @@ def test_all_ranks_of_a_learner_start_again_with_a_new_port(tmp_path: Path) -> N
     port_2, port_3 = ports()
     assert port_0 == port_1 != port_2 == port_3
     assert not psutil.pid_exists(before["learner-0"])
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 def test_a_killed_controller_comes_back_at_its_address(tmp_path: Path) -> None:
@@ -309,8 +300,7 @@ def test_a_killed_controller_comes_back_at_its_address(tmp_path: Path) -> None:
     assert (run.run_dir / "controller.address").read_text() == address
     assert run.pids["controller"] != before["controller"]
     assert run.pids["reward"] == before["reward"]
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert run.stop() == STOPPED
     assert [line for line in run.output.splitlines() if line.startswith("step 1/2")] == []
 
 
@@ -326,14 +316,12 @@ def test_a_stopped_member_that_the_controller_declared_dead_is_killed(tmp_path: 
     run.read_until("starting reward again")
     run.wait_for_pids(3)
     assert not psutil.pid_exists(stopped)
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.stop() == STOPPED
 
 
 def test_a_server_that_leaves_without_an_error_is_not_started_again(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "pass", "rollout-1": WELL, "reward": WELL})
     run.read_until("rollout-0 has left; it is not started again")
     run.wait_for_pids(3)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert run.stop() == STOPPED
     assert len(list(run.pids_dir.iterdir())) == 3, "each of the three was started once"

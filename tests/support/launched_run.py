@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from support.forked import Forked
 
 HANG_S = 400.0
 """Within this time everything happens that happens at all."""
+STOPPED = (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+"""The outcome of a run that `Run.stop` ended."""
 BUDGET_S = 400
 """What the services get to end, where a test shows that they do not."""
 
@@ -178,6 +181,11 @@ class Run:
         """The first line that contains these words."""
         assert self.process.stdout is not None
         return next(line for line in self.process.stdout if words in line)
+
+    def stop(self) -> tuple[bool, int, str]:
+        """Ends the launcher by a signal; returns the outcome, and checks that no process is left."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.finish()
 
     def finish(self) -> tuple[bool, int, str]:
         """Returns the outcome; checks that no process is left."""
