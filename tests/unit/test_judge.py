@@ -15,10 +15,9 @@ import pytest
 from paceline.config.reward import JudgeConfig, RewardConfig
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
-from paceline.reward.judge.client import JudgeClient, JudgeOptions
+from paceline.reward.judge.client import JudgeClient
 from paceline.reward.judge.question import GradePattern, JudgePrompt
 from paceline.reward.judge.scorer import JudgeScorer
-from paceline.reward.outside.openai_server import OpenAIServerOptions
 from paceline.reward.scoring.scorer import ScorerSettings
 from support.clocks import ManualClock
 
@@ -126,8 +125,15 @@ async def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        options = OpenAIServerOptions(address=f"http://127.0.0.1:{port}/v1", timeout_s=0.3)
-        client = JudgeClient(JudgeOptions(server=options, model="m"))
+        client = JudgeClient(
+            JudgeConfig(
+                name="j",
+                address=f"http://127.0.0.1:{port}/v1",
+                model="m",
+                prompt_file="prompt.txt",
+                timeout_s=0.3,
+            )
+        )
         try:
             async with asyncio.timeout(120):
                 with pytest.raises(RewardError, match=r"no answer within 0\.3 s") as caught:

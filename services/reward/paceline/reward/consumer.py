@@ -233,11 +233,10 @@ class Consumer:
         flat = [header for of_entry in headers.values() for header in of_entry]
         blobs = await self._broker.get_blobs([header.blob_key for header in flat])
         # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
-        texts = await in_thread(self._read_responses, flat, blobs)
+        texts = await in_thread(lambda: list(map(self._read_response, flat, blobs)))
+        keys = [(header.trajectory_id, name in groups) for name, own in headers.items() for header in own]
         names_of_groups = [
-            _group_name(header) if entry_id in groups else ""
-            for entry_id, of_entry in headers.items()
-            for header in of_entry
+            f"{key.purpose}:{key.step}:{key.prompt_id}" if is_grouped else "" for key, is_grouped in keys
         ]
         async with asyncio.TaskGroup() as tasks:
             scoring = tasks.create_task(self._score_texts(flat, texts, names_of_groups))
@@ -260,12 +259,11 @@ class Consumer:
             detail=str(error),
             deliveries=entry.deliveries,
         )
-        # If not even the group can be read, the message is passed on unchanged, and the controller journals
-        # it.
-        payload = entry.payload if refusal is None else encode_group_refusal(refusal)
         if refusal is None:
-            return Outgoing(stream=names.scored(self._options.run_id), payload=payload)
-        return Outgoing(stream=self._stream(refusal.purpose, refusal.policy), payload=payload)
+            # Not even the group can be read: the controller journals the message, unchanged.
+            return Outgoing(stream=names.scored(self._options.run_id), payload=entry.payload)
+        stream = self._stream(refusal.purpose, refusal.policy)
+        return Outgoing(stream=stream, payload=encode_group_refusal(refusal))
 
     def _stream(self, purpose: str, policy: PolicyTag) -> str:
         """Names the mailbox of the scores of samples with this purpose."""
@@ -308,13 +306,8 @@ class Consumer:
         stream = self._stream(header.trajectory_id.purpose, header.policy)
         return Outgoing(stream=stream, payload=payload, blobs=blobs)
 
-    def _read_responses(
-        self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]
-    ) -> list[_Texts | Score]:
-        """Returns the texts of each response, or the error of a trajectory that cannot be read."""
-        return [self._read_response(header, blob) for header, blob in zip(headers, blobs, strict=True)]
-
     def _read_response(self, header: TrajectoryHeader, blob: bytes | None) -> _Texts | Score:
+        """Returns the texts of a response, or the error of a trajectory that cannot be read."""
         trajectory_id = str(header.trajectory_id)
         if blob is None:
             message = f"the blob {header.blob_key} is gone: its step is over, or the broker lost it"
@@ -400,8 +393,3 @@ def _joined(score: Score, answer: bytes | RewardError | None) -> tuple[Score, by
     if score.error is None:
         score = failed(score.trajectory_id, answer.kind, str(answer), score.seconds)
     return score, None
-
-
-def _group_name(header: TrajectoryHeader) -> str:
-    key = header.trajectory_id
-    return f"{key.purpose}:{key.step}:{key.prompt_id}"

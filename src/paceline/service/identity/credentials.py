@@ -208,6 +208,23 @@ class Credentials:
         """Returns the same credentials with another token."""
         return replace(self, token=token)
 
+    def with_token_file(self, path: str | None, *, setting: str, place: str) -> Self:
+        """Returns the same credentials with the token in a file; unchanged without a file.
+
+        Args:
+            setting: names the file's setting in the error.
+            place: where the file has to be, for the error.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        if path is None:
+            return self
+        try:
+            return self.with_token(Path(path).read_text(encoding="utf-8").strip())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{setting} cannot be read ({error}); it must be {place}") from error
+
 
 def secret(variable: str, environ: Mapping[str, str]) -> str:
     """Returns a secret from a variable, or from the file that VARIABLE_FILE names; "" without either.

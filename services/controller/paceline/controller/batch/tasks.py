@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.config.rollout import EnvironmentConfig
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, DataError, PeerLostError
+from paceline.core.errors import DataError, PeerLostError
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.grpc import channels
@@ -83,9 +83,12 @@ async def _ask_until_up(
 async def _ask(service: EnvironmentConfig, split: str, credentials: Credentials) -> list[dict[str, object]]:
     assert service.address is not None, "the configuration was checked"
     peer = f"environment at {service.address}"
-    channel = channels.connect(
-        service.address, credentials=_with_token(service, credentials), role="environment"
+    credentials = credentials.with_token_file(
+        service.token_file,
+        setting=f"rollout.environment.token_file={service.token_file}",
+        place="on the controller's host too, as the environment has the run's tasks",
     )
+    channel = channels.connect(service.address, credentials=credentials, role="environment")
     try:
         tasks = environment_pb2_grpc.EnvironmentServiceStub(channel).Tasks
         request = pb.EnvironmentTasksRequest(split=split)
@@ -93,15 +96,3 @@ async def _ask(service: EnvironmentConfig, split: str, credentials: Credentials)
         return [read_json_object(answer.task_json, f"task of the {peer}") async for answer in answers]
     finally:
         await channel.close()
-
-
-def _with_token(service: EnvironmentConfig, credentials: Credentials) -> Credentials:
-    if service.token_file is None:
-        return credentials
-    try:
-        return credentials.with_token(Path(service.token_file).read_text(encoding="utf-8").strip())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.environment.token_file={service.token_file} cannot be read ({error}); it must be on "
-            "the controller's host too, as the environment has the run's tasks"
-        ) from error

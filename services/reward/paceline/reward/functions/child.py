@@ -27,7 +27,7 @@ from paceline.core.user_functions.reward_function import (
     kind_of,
 )
 from paceline.reward.functions.registry import load
-from paceline.reward.functions.spec import FunctionSpec, combine
+from paceline.reward.functions.spec import SENT_FIELDS, FunctionSpec, combine
 from paceline.reward.scoring.shape import Shape
 from paceline.service.children import frames, pipes
 from paceline.service.children.progress import ItemProgress
@@ -175,7 +175,9 @@ def _score_batch(
     for row in batch:
         number, *fields = row
         progress.note(number, started)
-        scored = functions.score([_item(*of_item) for of_item in fields])
+        scored = functions.score(
+            [ScoreItem(**dict(zip(SENT_FIELDS, values, strict=True))) for values in fields]
+        )
         _check_open(results)
         ended = time.monotonic()
         rows.append([number, ended - started, *scored])
@@ -188,28 +190,6 @@ def _score_batch(
         started = ended
     if rows:
         pipes.write(results, rows)
-
-
-def _item(
-    trajectory_id: str,
-    prompt: str,
-    response: str,
-    ground_truth: str,
-    data_source: str,
-    extra: dict[str, object],
-    group: str,
-    val_set: str,
-) -> ScoreItem:
-    return ScoreItem(
-        trajectory_id=trajectory_id,
-        prompt=prompt,
-        response=response,
-        ground_truth=ground_truth,
-        data_source=data_source,
-        extra=extra,
-        group=group,
-        val_set=val_set,
-    )
 
 
 def _check_open(results: BinaryIO) -> None:

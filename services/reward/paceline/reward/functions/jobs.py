@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ProtocolError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
+from paceline.reward.functions.spec import SENT_FIELDS
 from paceline.reward.scoring.scores import Score, failed
 from paceline.service.children import frames
 
@@ -125,13 +126,5 @@ def _are_components(value: object) -> bool:
 
 
 def _fields(item: ScoreItem) -> list[object]:
-    return [
-        item.trajectory_id,
-        item.prompt,
-        item.response,
-        item.ground_truth,
-        item.data_source,
-        dict(item.extra),
-        item.group,
-        item.val_set,
-    ]
+    values = [getattr(item, name) for name in SENT_FIELDS]
+    return [dict(value) if isinstance(value, Mapping) else value for value in values]

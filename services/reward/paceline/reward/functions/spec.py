@@ -11,6 +11,18 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.user_functions.reward_function import check_value
 from paceline.reward.scoring.shape import Shape
 
+SENT_FIELDS = (
+    "trajectory_id",
+    "prompt",
+    "response",
+    "ground_truth",
+    "data_source",
+    "extra",
+    "group",
+    "val_set",
+)
+"""The fields of an item that a reward process gets, in their order in a row."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionSpec:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from paceline.config.reward import JudgeConfig
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.text import one_line
-from paceline.reward.outside.openai_server import OpenAIServer, OpenAIServerOptions, read_json, shown
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeOptions:
-    """How a judge is asked."""
-
-    server: OpenAIServerOptions
-    model: str
-    max_tokens: int = 256
-    temperature: float = 0.0
+from paceline.reward.outside.openai_server import OpenAIServer, key_from, read_json, shown
 
 
 class JudgeClient:
-    """Asks a judge over its chat API."""
+    """Asks a judge over its chat API.
 
-    def __init__(self, options: JudgeOptions) -> None:
-        self._options, self._server = options, OpenAIServer(options.server)
+    Raises:
+        ConfigError: the variable with the key is not set.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        key = key_from(config.key_env, f"the judge {config.name!r}")
+        self._config, self._server = config, OpenAIServer(config.address, key, timeout_s=config.timeout_s)
 
     async def ask(self, question: str) -> str:
         """Returns the judge's answer to a question.
@@ -32,12 +27,11 @@ class JudgeClient:
         Raises:
             RewardError: TIMEOUT or UNAVAILABLE if another call may succeed, else RAISED or WRONG_TYPE.
         """
-        options = self._options
         body = {
-            "model": options.model,
+            "model": self._config.model,
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": options.max_tokens,
-            "temperature": options.temperature,
+            "max_tokens": self._config.max_tokens,
+            "temperature": self._config.temperature,
         }
         return _content(await self._server.call("chat/completions", body))
 

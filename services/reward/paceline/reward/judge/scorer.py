@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from paceline.config.reward import JudgeConfig
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.reward.judge.client import JudgeClient, JudgeOptions
+from paceline.reward.judge.client import JudgeClient
 from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
-from paceline.reward.outside.openai_server import OpenAIServerOptions, key_from
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import RETRIED_KINDS, Score, answered
 from paceline.reward.scoring.shape import Shape
@@ -52,19 +51,7 @@ class JudgeScorer:
 
     async def start(self) -> None:
         """Prepares the connection; the judge may come up later."""
-        config = self._config
-        self._client = JudgeClient(
-            JudgeOptions(
-                server=OpenAIServerOptions(
-                    address=config.address,
-                    key=key_from(config.key_env, f"the judge {config.name!r}"),
-                    timeout_s=config.timeout_s,
-                ),
-                model=config.model,
-                max_tokens=config.max_tokens,
-                temperature=config.temperature,
-            )
-        )
+        self._client = JudgeClient(self._config)
 
     async def close(self) -> None:
         """Closes the connections to the judge."""

@@ -184,20 +184,10 @@ def _take_from(file: str, args: argparse.Namespace) -> None:
     if model is None:
         names = ", ".join(model.name for model in models) or "none"
         raise ConfigError(f"{file} has no model {args.name!r} under reward.models, which names {names}")
-    args.path, args.kind, args.engine = model.path, model.kind, model.engine
-    args.step_separator = model.step_separator
-    args.prompt_file, args.pattern, args.words, args.max_tokens = (
-        model.prompt_file or "",
-        model.pattern,
-        model.words,
-        model.max_tokens,
-    )
-    args.device, args.dtype = "cuda:0" if model.devices else "cpu", model.dtype
-    args.max_batch_tokens, args.timeout, args.load_timeout = (
-        model.max_batch_tokens,
-        model.timeout_s,
-        model.wait_for_s,
-    )
+    for name in (*(option.name for option in fields(ModelOptions)), "kind", "engine"):
+        setattr(args, name, getattr(model, name))
+    args.prompt_file, args.device = model.prompt_file or "", "cuda:0" if model.devices else "cpu"
+    args.timeout, args.load_timeout = model.timeout_s, model.wait_for_s
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -19,28 +18,18 @@ _MAX_ANSWER_BYTES = 4 * 2**20
 _SHOWN_CHARS = 300
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenAIServerOptions:
-    """How a server is called.
+class OpenAIServer:
+    """Calls a server; every call has a deadline, and every answer a largest size.
 
     Args:
         address: URL that ends with the version, for example http://127.0.0.1:8000/v1.
         key: sent as a bearer token; "" for none.
     """
 
-    address: str
-    key: str = field(default="", repr=False)
-    timeout_s: float = 60.0
-
-
-class OpenAIServer:
-    """Calls a server; every call has a deadline, and every answer a largest size."""
-
-    def __init__(self, options: OpenAIServerOptions) -> None:
-        self._options = options
-        self._address = options.address.rstrip("/")
-        headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
-        self._http = httpx.AsyncClient(timeout=options.timeout_s, headers=headers, follow_redirects=False)
+    def __init__(self, address: str, key: str, *, timeout_s: float) -> None:
+        self._address, self._timeout_s = address.rstrip("/"), timeout_s
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(timeout=timeout_s, headers=headers, follow_redirects=False)
 
     async def call(
         self, path: str, body: dict[str, Any] | None = None, *, max_bytes: int = _MAX_ANSWER_BYTES
@@ -55,7 +44,7 @@ class OpenAIServer:
         Raises:
             RewardError: TIMEOUT or UNAVAILABLE if another call may succeed, else RAISED or WRONG_TYPE.
         """
-        timeout_s, method = self._options.timeout_s, "GET" if body is None else "POST"
+        timeout_s, method = self._timeout_s, "GET" if body is None else "POST"
         try:
             url = httpx.URL(f"{self._address}/").join(path)
             # httpx's timeouts apply to each read, but an answer may arrive byte by byte.

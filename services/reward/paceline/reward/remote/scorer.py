@@ -313,6 +313,11 @@ def _fault_of(error: PacelineError) -> _Fault:
 
 def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteScorerOptions:
     config: RewardConfig = settings.config
+    credentials = settings.credentials.with_token_file(
+        service.token_file,
+        setting=f"token_file={service.token_file} of the reward service {service.name!r}",
+        place="on the host of the run's reward service",
+    )
     return RemoteScorerOptions(
         name=service.name,
         address=service.address,
@@ -322,22 +327,9 @@ def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteSc
         max_items_per_call=service.max_items_per_call,
         concurrency=service.concurrency,
         max_message_bytes=settings.max_message_bytes,
-        credentials=_over_tls(service, _credentials(service, settings.credentials)),
+        credentials=_over_tls(service, credentials),
         tls_name=service.tls_name or "",
     )
-
-
-def _credentials(service: RewardServiceConfig, credentials: Credentials) -> Credentials:
-    if service.token_file is None:
-        return credentials
-    try:
-        token = Path(service.token_file).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"token_file={service.token_file} of the reward service {service.name!r} cannot be read "
-            f"({error}); it must be on the host of the run's reward service"
-        ) from error
-    return replace(credentials, token=token)
 
 
 def _over_tls(service: RewardServiceConfig, credentials: Credentials) -> Credentials:

@@ -9,7 +9,7 @@ from paceline.config.training.teacher import TeacherConfig
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.samples.teacher_top_k import TeacherTopK
 from paceline.core.text import one_line
-from paceline.reward.outside.openai_server import OpenAIServer, OpenAIServerOptions, key_from, read_json
+from paceline.reward.outside.openai_server import OpenAIServer, key_from, read_json
 from paceline.reward.teacher.answer import read_top_k
 from paceline.reward.teacher.policy_tokens import PolicyTokens
 from paceline.service.threads import in_thread
@@ -28,14 +28,8 @@ class TeacherClient:
     """
 
     def __init__(self, config: TeacherConfig) -> None:
-        self._config = config
-        self._server = OpenAIServer(
-            OpenAIServerOptions(
-                address=config.address,
-                key=key_from(config.key_env, "algorithm.teacher"),
-                timeout_s=config.timeout_s,
-            )
-        )
+        key = key_from(config.key_env, "algorithm.teacher")
+        self._config, self._server = config, OpenAIServer(config.address, key, timeout_s=config.timeout_s)
 
     async def compare(self, tokens: PolicyTokens) -> None:
         """Checks that the teacher can be asked about the policy's samples.

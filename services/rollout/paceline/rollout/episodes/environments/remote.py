@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from paceline.config.rollout import EnvironmentConfig
-from paceline.core.errors import ConfigError, PacelineError, PeerLostError
+from paceline.core.errors import PacelineError, PeerLostError
 from paceline.core.samples.chat import Message
 from paceline.core.text import one_line
 from paceline.rollout.episodes.environment import (
@@ -81,7 +80,11 @@ class RemoteEnvironmentOptions:
             address=config.address,
             call_s=config.call_s,
             lease_s=turn_s + 2 * config.call_s,
-            credentials=_with_token(config, credentials),
+            credentials=credentials.with_token_file(
+                config.token_file,
+                setting=f"rollout.environment.token_file={config.token_file}",
+                place="on the hosts of the rollout servers",
+            ),
             run_s=turn_s,
         )
 
@@ -262,16 +265,3 @@ class RemoteSession:
                 one_line(f"{name} of {self._task.trajectory_id}: {type(error).__name__}: {error}"),
                 peer=self._peer,
             ) from error
-
-
-def _with_token(config: EnvironmentConfig, credentials: Credentials) -> Credentials:
-    if config.token_file is None:
-        return credentials
-    try:
-        token = Path(config.token_file).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.environment.token_file={config.token_file} cannot be read ({error}); it must be on the "
-            "hosts of the rollout servers"
-        ) from error
-    return replace(credentials, token=token)
