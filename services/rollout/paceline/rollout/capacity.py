@@ -88,6 +88,9 @@ class Capacity:
 
     Args:
         is_full: whether episodes of the groups under way wait for room in the engine's memory.
+
+    Attributes:
+        num_groups: how many prompt groups are under way.
     """
 
     def __init__(self, limits: SamplerLimits, is_full: Callable[[], bool] = bool) -> None:
@@ -97,12 +100,7 @@ class Capacity:
 
     def clear(self) -> None:
         """Notes that no group is under way."""
-        self._drawing = self._delivering = self._acting = self._num_groups = 0
-
-    @property
-    def num_groups(self) -> int:
-        """How many prompt groups are under way."""
-        return self._num_groups
+        self._drawing = self._delivering = self._acting = self.num_groups = 0
 
     @property
     def num_samples(self) -> int:
@@ -115,7 +113,7 @@ class Capacity:
         while (
             max(self._drawing, self._delivering) >= limits.num_samples
             or self._drawing + self._acting >= limits.num_open
-            or self._num_groups >= limits.num_groups
+            or self.num_groups >= limits.num_groups
             or self._is_full()
         ):
             self._changed.clear()
@@ -123,13 +121,13 @@ class Capacity:
 
     async def wait_until_idle(self) -> None:
         """Returns as soon as no group is under way."""
-        while self._num_groups:
+        while self.num_groups:
             self._changed.clear()
             await self._changed.wait()
 
     def group_began(self, group: PromptGroup) -> None:
         """Notes that the engine is about to draw the group's samples."""
-        self._num_groups += 1
+        self.num_groups += 1
         self._drawing += group.num_samples
 
     def samples_ended(self, num_samples: int) -> None:
@@ -159,6 +157,6 @@ class Capacity:
             undrawn: number of its samples that the engine had not finished.
             delivering: number of its samples whose delivery has begun.
         """
-        self._num_groups -= 1
+        self.num_groups -= 1
         self._delivering -= delivering
         self.samples_ended(undrawn)

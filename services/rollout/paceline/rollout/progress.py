@@ -140,7 +140,10 @@ class ResumableDraws:
             box=box,
             entry=entry,
             group=group,
-            requests=[_going_on(request, begun.get(index)) for index, request in enumerate(requests)],
+            requests=[
+                replace(request, drawn=begun[index].token_ids.tolist()) if index in begun else request
+                for index, request in enumerate(requests)
+            ],
             begun=begun,
             ends={index: part.end for index, part in begun.items()},
             num_bytes=num_bytes,
@@ -245,10 +248,6 @@ class ResumableDraws:
             attempt.num_bytes += len(frame)
             attempt.ends |= {part.sample_index: part.end for part in parts}
             telemetry.count(metrics.PROGRESS_SAVED, len(frame))
-
-
-def _going_on(request: SampleRequest, begun: PartialSample | None) -> SampleRequest:
-    return request if begun is None else replace(request, drawn=begun.token_ids.tolist())
 
 
 def _finish_of(begun: PartialSample, sampling: SamplingSpec) -> FinishReason | None:

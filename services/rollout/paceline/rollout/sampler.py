@@ -163,16 +163,14 @@ class Sampler:
             max_staleness=self._limits.max_staleness,
         )
 
-    def _prompts(self, version: int) -> str:
-        """Names the mailbox of the prompts that this server answers with a version."""
-        if self._limits.validates:
-            return names.val_prompts(self._run_id, version)
-        return names.prompts(self._run_id, None if self._limits.mixes_versions else version)
-
     async def _serve(self, policy: PolicyTag) -> None:
+        if self._limits.validates:
+            prompts = names.val_prompts(self._run_id, policy.version)
+        else:
+            prompts = names.prompts(self._run_id, None if self._limits.mixes_versions else policy.version)
         box = Mailbox(
             self._broker,
-            self._prompts(policy.version),
+            prompts,
             names.ROLLOUT_GROUP,
             f"{self._server_id}/{self._incarnation}",
             lease_s=self._limits.lease_s,

@@ -95,7 +95,9 @@ class RankReceiver:
             if self.describe().full_tensors:
                 slices = self._receive_full(group, deadline)
             else:
-                self._receive_direct(group, deadline)
+                copies = group.copies(self._index.current())
+                for number in group.receive(deadline):
+                    copies[number].run()
                 slices = []
         except BaseException as error:
             # NCCL's peers do not notice that this rank has stopped.
@@ -161,11 +163,6 @@ class RankReceiver:
             self._group.abort()
         self._group = None
 
-    def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
-        copies = group.copies(self._index.current())
-        for number in group.receive(deadline):
-            copies[number].run()
-
     @torch.no_grad()
     def _warm_up(self, group: WeightGroup, slices: tuple[TensorSlice, ...]) -> None:
         params = self._index.current()
@@ -193,11 +190,10 @@ class RankReceiver:
                 f"the engine's loader took {len(totals)} of {len(parts)} tensors; the model is partly loaded"
             )
         values = self._digester.finish([total for _, total in totals])
-        return [_slice_digest(part, value) for (part, _), value in zip(totals, values, strict=True)]
-
-
-def _slice_digest(part: TensorSlice, value: int) -> SliceDigest:
-    return SliceDigest(name=part.name, global_shape=part.global_shape, box=part.box, value=value)
+        return [
+            SliceDigest(name=part.name, global_shape=part.global_shape, box=part.box, value=value)
+            for (part, _), value in zip(totals, values, strict=True)
+        ]
 
 
 def _complete_tensors(

@@ -15,7 +15,7 @@ from paceline.core.samples.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer, load_tokenizer, stop_token_ids
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.episodes.admission import AdmissionControl, AdmittedConversation
-from paceline.rollout.episodes.agents.drive import Driven, drive_episode
+from paceline.rollout.episodes.agents.drive import drive_episode
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import (
     DrivenSession,
@@ -27,7 +27,7 @@ from paceline.rollout.episodes.environment import (
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.joiner import TOOLS_NOT_SHOWN, Joiner
-from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
+from paceline.rollout.episodes.loop import AttemptParts, EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.states import EpisodeLimits
 from paceline.rollout.episodes.tools import calls
@@ -136,21 +136,19 @@ class Episodes:
             admitted.grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
             return sample
 
-        if self._endpoint is None:
-            return await run_episode(
-                group,
-                index,
-                session=session,
-                generate=generate,
-                rules=self._rules,
-                slot=slot,
-                serial=serial,
-            )
-        assert isinstance(session, DrivenSession), "rollout.environment.drives names a service"
-        driven = Driven(
-            endpoint=self._endpoint, generate=generate, rules=self._rules, slot=slot, serial=serial
+        attempt = AttemptParts(
+            group=group,
+            index=index,
+            session=session,
+            generate=generate,
+            rules=self._rules,
+            slot=slot,
+            serial=serial,
         )
-        return await drive_episode(group, index, session, driven)
+        if self._endpoint is None:
+            return await run_episode(attempt)
+        assert isinstance(session, DrivenSession), "rollout.environment.drives names a service"
+        return await drive_episode(attempt, session, self._endpoint)
 
     async def _generate(self, group: PromptGroup, request: SampleRequest) -> Sample:
         samples = await self._engine.generate([request])

@@ -68,54 +68,49 @@ class Slot:
             self.resume()
 
 
-async def run_episode(
-    group: PromptGroup,
-    index: int,
-    *,
-    session: Session,
-    generate: Generate,
-    rules: EpisodeRules,
-    slot: Slot,
-    serial: str,
-) -> Draw:
-    """Runs one attempt at an episode.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptParts:
+    """The parts that one attempt at an episode works with.
 
-    Args:
-        session: opened and closed here, or abandoned if anything fails.
+    Attributes:
+        session: opened and closed by the attempt, or abandoned if anything fails.
         serial: differs between attempts.
+    """
+
+    group: PromptGroup
+    index: int
+    session: Session
+    generate: Generate
+    rules: EpisodeRules
+    slot: Slot
+    serial: str
+
+
+async def run_episode(attempt: AttemptParts) -> Draw:
+    """Runs one attempt at an episode.
 
     Raises:
         EnvironmentLostError: the episode must begin again, in another session.
         InvalidMessageError: the prompt and the environment's messages are too long.
         Exception: whatever `generate` raises.
     """
-    episode = _Episode(group, index, session, generate, rules, slot, serial)
     try:
-        return await episode.run()
+        return await _Episode(attempt).run()
     except BaseException:
-        await session.abandon()
+        await attempt.session.abandon()
         raise
 
 
 class _Episode:
-    def __init__(
-        self,
-        group: PromptGroup,
-        index: int,
-        session: Session,
-        generate: Generate,
-        rules: EpisodeRules,
-        slot: Slot,
-        serial: str,
-    ) -> None:
-        self._group, self._index, self._session, self._generate = group, index, session, generate
-        self._rules, self._slot, self._serial = rules, slot, serial
+    def __init__(self, attempt: AttemptParts) -> None:
+        self._attempt, self._group, self._session = attempt, attempt.group, attempt.session
+        self._rules, self._slot = attempt.rules, attempt.slot
         self._standing = EpisodeProgress()
 
     async def run(self) -> Draw:
         recorder = await self._open()
         for turn in itertools.count(1):
-            sample = await self._generate(self._request(recorder, turn))
+            sample = await self._attempt.generate(self._request(recorder, turn))
             recorder.sampled(sample)
             token_ids = sample.token_ids.tolist()
             text = self._rules.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -175,13 +170,13 @@ class _Episode:
         return recorder.draw(self._standing.outcome(grade.reward, grade.components))
 
     def _request(self, recorder: Recorder, turn: int) -> SampleRequest:
-        group = self._group
+        group, index = self._group, self._attempt.index
         room = min(group.sampling.max_tokens, self._standing.turn_tokens(self._rules.limits))
         return SampleRequest(
-            request_id=f"{group.trajectory_id(self._index)}#{self._serial}.{turn}",
+            request_id=f"{group.trajectory_id(index)}#{self._attempt.serial}.{turn}",
             prompt_token_ids=recorder.context,
             sampling=replace(group.sampling, max_tokens=room),
-            seed=turn_seed(group.seeds[self._index], turn),
+            seed=turn_seed(group.seeds[index], turn),
             cache_salt=str(group.policy),
         )
 

@@ -20,11 +20,11 @@ from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.trajectory import FinishReason, PromptGroup, SamplingSpec
 from paceline.data.prompts import Prompt
 from paceline.rollout.engines.base import Sample, SampleRequest
-from paceline.rollout.episodes.agents.drive import Driven, drive_episode
+from paceline.rollout.episodes.agents.drive import drive_episode
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import DrivenSession, EpisodeTask, Grade, Opening, TurnResult
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment
-from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
+from paceline.rollout.episodes.loop import AttemptParts, EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.tools.calls import write_call
 
 _MAX_TURNS = 8
@@ -69,18 +69,24 @@ async def play_episode(
     group = _group(prompt, rules, stop_token_ids)
     session = _Watched(environment.session(EpisodeTask.of(group, 0, attempt=1)))
     script = _Script(session, rules, prompt.context.ground_truth or "1", stop_token_ids[0])
+    attempt = AttemptParts(
+        group=group,
+        index=0,
+        session=session,
+        generate=script.generate,
+        rules=rules,
+        slot=Slot(),
+        serial="0",
+    )
     if drives:
         endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
         await endpoint.start()
-        driven = Driven(endpoint=endpoint, generate=script.generate, rules=rules, slot=Slot(), serial="0")
         try:
-            drawn = await drive_episode(group, 0, session, driven)
+            drawn = await drive_episode(attempt, session, endpoint)
         finally:
             await endpoint.close()
     else:
-        drawn = await run_episode(
-            group, 0, session=session, generate=script.generate, rules=rules, slot=Slot(), serial="0"
-        )
+        drawn = await run_episode(attempt)
     assert drawn.episode is not None, "it was an episode"
     return PlayedEpisode(outcome=drawn.episode, first_answer=session.first_answer)
 

@@ -308,7 +308,9 @@ class SglangEngine(RankedEngine):
         return await self._alive().call(method, *args, timeout_s=timeout_s)
 
     def _give_up(self, error: PeerLostError) -> PeerLostError:
-        self._end_all(error)
+        for response in self._responses.values():
+            if not response.ended.done():
+                response.fail(error)
         return super()._give_up(error)
 
     def _alive(self) -> Link:
@@ -325,11 +327,6 @@ class SglangEngine(RankedEngine):
                 self._give_up(self._unusable or died(link.ended))
                 return
             await asyncio.sleep(_LOOK_S)
-
-    def _end_all(self, error: PeerLostError) -> None:
-        for response in self._responses.values():
-            if not response.ended.done():
-                response.fail(error)
 
     async def check_health(self) -> None:
         """Raises PeerLostError if the engine has died, hangs, or can never be pushed into again."""

@@ -73,7 +73,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
         A step that was launched before may still compute on the GPU.
         """
-        _synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         receipt = self._paceline_receiver().receive(version, timeout_s)
         refresh_copies(self.tp_worker.model_runner.model)
         return {"receipt": receipt.to_bytes(), "idle": self.flush_cache(empty_cache=False)}
@@ -145,11 +146,6 @@ def _gathered(reply: bytes, group: Any, num_ranks: int) -> list[Any]:
     dist.all_gather(parts, padded, group=group)
     both = zip(parts, sizes, strict=True)
     return [msgpack.unpackb(part[: int(size)].numpy().tobytes()) for part, size in both]
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _free_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from paceline.core.errors import EnvironmentLackError, ModelError
 from paceline.core.samples.trajectory import SamplingSpec
 from paceline.core.text import one_line
+from paceline.models.facts import config_tree
 from paceline.rollout.engines.base import SampleRequest
 from paceline.rollout.engines.scored_rows import ScoredRow
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
@@ -132,7 +132,7 @@ def _refusals() -> Iterator[None]:
 
 def _max_length(folder: Path) -> int:
     """Returns the engine's longest row, since vLLM refuses more positions than the model has."""
-    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tree = config_tree(folder)
     sections = (tree, tree.get("text_config") or {})
     limits = [section.get("max_position_embeddings") for section in sections]
     return min(_MAX_LENGTH, *(limit for limit in limits if isinstance(limit, int)))

@@ -33,15 +33,19 @@ _BUSY_LOOP_S = 0.002
 _RECHECK_MS = 50
 
 
+def _is_on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def _keep_plain_cpu_linears() -> None:
     """Stops vLLM from repacking linear weights on the CPU.
 
     The weight of a repacked layer is an empty tensor: a push into it would be lost. vLLM has no switch for
     this, so the function that repacks is replaced before the model is built; only on the CPU.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not _is_on_cpu():
         return
     import vllm.model_executor.layers.utils as utils
 
@@ -60,9 +64,7 @@ def _wait_without_spinning() -> None:
     A notification wakes a sleeping worker, but it can get lost. vLLM then polls the queue only after 5 s,
     which stalled an engine about once in 400 prompt groups.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not _is_on_cpu():
         return
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -235,9 +237,7 @@ class PacelineWorkerExtension:
         return receiver
 
     def _paceline_reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cpu():
+        if _is_on_cpu():
             _forget_cpu_moe_kernels(self.get_model())
         with self._paceline_context():
             self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)

@@ -96,21 +96,21 @@ def read_request(
             not support.
     """
     if data.count(b"[") + data.count(b"{") > _MAX_VALUES:
-        raise _bad(f"the body has more than {_MAX_VALUES} brackets")
+        raise bad_request(f"the body has more than {_MAX_VALUES} brackets")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _bad(f"the body is not JSON: {error}") from error
+        raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise _bad("the body is no JSON object")
+        raise bad_request("the body is no JSON object")
     body = to_chat(body)
     _refuse_forms(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _bad('"messages" must be a list with at least one message')
+        raise bad_request('"messages" must be a list with at least one message')
     options, tools = body.get("stream_options") or {}, body.get("tools") or []
     if not isinstance(tools, list):
-        raise _bad('"tools" must be a list')
+        raise bad_request('"tools" must be a list')
     return ChatRequest(
         messages=tuple(_message(message) for message in messages),
         tools=tuple(_tool(tool) for tool in tools),
@@ -156,17 +156,17 @@ def _ignored(body: Mapping[str, Any], model: str, temperature: float) -> Iterato
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
     given = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if any(type(value) is not int or value < 1 for value in given):
-        raise _bad('"max_tokens" must be a whole number from 1 on')
+        raise bad_request('"max_tokens" must be a whole number from 1 on')
     return min(given, default=None)
 
 
 def _message(value: object) -> Message:
     role = value.get("role") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(role, str) or role not in _ROLES:
-        raise _bad(f"a message has one of the roles {', '.join(_ROLES)}")
+        raise bad_request(f"a message has one of the roles {', '.join(_ROLES)}")
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise _bad('"tool_calls" must be a list')
+        raise bad_request('"tool_calls" must be a list')
     return Message(
         role=_ROLES[role],
         content=_content(value.get("content")),
@@ -189,15 +189,15 @@ def _content(value: object) -> str:
 def _call(value: object) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(function, dict):
-        raise _bad('a tool call has a "function" with "name" and "arguments"')
+        raise bad_request('a tool call has a "function" with "name" and "arguments"')
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            raise _bad(f'the "arguments" of a tool call are not JSON: {error}') from error
+            raise bad_request(f'the "arguments" of a tool call are not JSON: {error}') from error
     if not isinstance(arguments, dict):
-        raise _bad('the "arguments" of a tool call are no JSON object')
+        raise bad_request('the "arguments" of a tool call are no JSON object')
     return ToolCall(
         call_id=str(value.get("id") or ""), name=str(function.get("name") or ""), arguments=arguments
     )
@@ -206,16 +206,17 @@ def _call(value: object) -> ToolCall:
 def _tool(value: object) -> ToolSpec:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _bad('a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+        raise bad_request('a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}')
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise _bad('the "parameters" of a tool are no JSON schema')
+        raise bad_request('the "parameters" of a tool are no JSON schema')
     return ToolSpec(
         name=function["name"], description=str(function.get("description") or ""), parameters=parameters
     )
 
 
-def _bad(message: str) -> RefusedRequestError:
+def bad_request(message: str) -> RefusedRequestError:
+    """Returns the refusal of a request that does not follow the protocol."""
     return RefusedRequestError(400, "invalid_request", message)
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.core.samples.chat import Message
 from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE
-from paceline.core.samples.trajectory import FinishReason, PromptGroup
+from paceline.core.samples.trajectory import FinishReason
 from paceline.core.text import one_line
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
@@ -25,7 +25,7 @@ from paceline.rollout.episodes.agents.conversation import AnswerSlot, Conversati
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint, PendingRequest
 from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
 from paceline.rollout.episodes.joiner import TooManyTokensError
-from paceline.rollout.episodes.loop import EpisodeRules, Generate, Slot, turn_seed
+from paceline.rollout.episodes.loop import AttemptParts, turn_seed
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.states import EpisodePhase, EpisodeProgress, advance
 from paceline.rollout.episodes.tools.calls import read_action, without_calls
@@ -37,39 +37,28 @@ FINISHED = "finished"
 """The stop reason of an agent that returns."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Driven:
-    """What a driven episode needs from the server."""
-
-    endpoint: AgentEndpoint
-    generate: Generate
-    rules: EpisodeRules
-    slot: Slot
-    serial: str
-
-
-async def drive_episode(group: PromptGroup, index: int, session: DrivenSession, driven: Driven) -> Draw:
+async def drive_episode(attempt: AttemptParts, session: DrivenSession, endpoint: AgentEndpoint) -> Draw:
     """Lets an agent lead an episode to its end.
 
     Args:
-        session: opened, run and closed here, or abandoned if anything fails.
+        session: the attempt's session; also run here.
 
     Raises:
         EnvironmentLostError: the episode must begin again, in another session.
         Exception: whatever `generate` raises.
     """
-    episode = _Episode(group, index, session, driven)
     try:
-        return await episode.run()
+        return await _Episode(attempt, session, endpoint).run()
     except BaseException:
         await session.abandon()
         raise
 
 
 class _Episode:
-    def __init__(self, group: PromptGroup, index: int, session: DrivenSession, driven: Driven) -> None:
-        self._group, self._index, self._session, self._driven = group, index, session, driven
-        self._conversation = Conversation(driven.rules.joiner)
+    def __init__(self, attempt: AttemptParts, session: DrivenSession, endpoint: AgentEndpoint) -> None:
+        self._attempt, self._group, self._index = attempt, attempt.group, attempt.index
+        self._session, self._endpoint = session, endpoint
+        self._conversation = Conversation(attempt.rules.joiner)
         self._standing = EpisodeProgress()
         self._answers: dict[bytes, ChatAnswer] = {}
         self._counts: dict[str, int] = {}
@@ -77,10 +66,10 @@ class _Episode:
         self._idle_since = time.monotonic()
 
     async def run(self) -> Draw:
-        with self._driven.slot.paused():
+        with self._attempt.slot.paused():
             await self._session.open()
             self._move(states.Opened())
-            with self._driven.endpoint.open(self._group.sampling.temperature) as inbox:
+            with self._endpoint.open(self._group.sampling.temperature) as inbox:
                 running = asyncio.create_task(
                     self._session.run(inbox.base_url, inbox.token, inbox.model), name="agent"
                 )
@@ -125,14 +114,14 @@ class _Episode:
         self._check_open()
         place = await self._place(request)
         context = self._conversation.context(place)
-        self._driven.slot.resume()
+        self._attempt.slot.resume()
         try:
-            sample = await self._driven.generate(self._request(context, request))
+            sample = await self._attempt.generate(self._request(context, request))
         finally:
-            self._driven.slot.pause()
+            self._attempt.slot.pause()
         self._conversation.take(place).sampled(sample)
-        text = self._driven.rules.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
-        action = read_action(text, self._driven.rules.call_format, self._standing.num_turns + 1)
+        text = self._attempt.rules.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+        action = read_action(text, self._attempt.rules.call_format, self._standing.num_turns + 1)
         self._move(
             states.TurnSampled(
                 num_tokens=len(sample.token_ids),
@@ -150,7 +139,7 @@ class _Episode:
 
     async def _place(self, request: ChatRequest) -> AnswerSlot:
         """Returns where the answer belongs; a request that adds too much ends the episode."""
-        rules, standing, idle_s = self._driven.rules, self._standing, self._idle_s()
+        rules, standing, idle_s = self._attempt.rules, self._standing, self._idle_s()
         is_first = not self._conversation.segments
         room = rules.limits.max_response_tokens - standing.num_response
         most = rules.max_prompt_tokens if is_first else max(room, 0)
@@ -184,7 +173,7 @@ class _Episode:
         calls = action.tool_calls
         if not calls or any(call.problem for call in calls):
             return Message(role="assistant", content=text)
-        content = without_calls(text, self._driven.rules.call_format)
+        content = without_calls(text, self._attempt.rules.call_format)
         return Message(role="assistant", content=content, tool_calls=calls)
 
     def _chat_answer(
@@ -193,7 +182,7 @@ class _Episode:
         is_cut = sample.finish_reason is FinishReason.LENGTH
         return ChatAnswer(
             answer_id=f"chatcmpl-{self._group.trajectory_id(self._index)}-{self._standing.num_turns}",
-            model=self._driven.endpoint.model,
+            model=self._endpoint.model,
             created=int(time.time()),
             content=message.content,
             tool_calls=message.tool_calls,
@@ -205,8 +194,8 @@ class _Episode:
 
     def _request(self, context: list[int], request: ChatRequest) -> SampleRequest:
         group, standing = self._group, self._standing
-        room = min(group.sampling.max_tokens, standing.turn_tokens(self._driven.rules.limits))
-        name = f"{group.trajectory_id(self._index)}#{self._driven.serial}.{standing.num_turns + 1}"
+        room = min(group.sampling.max_tokens, standing.turn_tokens(self._attempt.rules.limits))
+        name = f"{group.trajectory_id(self._index)}#{self._attempt.serial}.{standing.num_turns + 1}"
         return SampleRequest(
             request_id=name,
             prompt_token_ids=context,
@@ -229,4 +218,4 @@ class _Episode:
         return time.monotonic() - self._idle_since
 
     def _move(self, event: states.Event) -> None:
-        self._standing = advance(self._standing, event, self._driven.rules.limits)
+        self._standing = advance(self._standing, event, self._attempt.rules.limits)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import secrets
 import ssl
@@ -214,9 +213,7 @@ class AgentEndpoint:
         except RefusedRequestError as refusal:
             return web.json_response(refusal.body(), status=refusal.status)
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "paceline"}
-        return web.Response(
-            text=json.dumps({"object": "list", "data": [model]}), content_type="application/json"
-        )
+        return web.json_response({"object": "list", "data": [model]})
 
     def _inbox_of(self, request: web.Request) -> EpisodeInbox:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

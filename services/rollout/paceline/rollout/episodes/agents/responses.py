@@ -9,7 +9,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.rollout.episodes.agents.completions import ChatAnswer, RefusedRequestError, block, pieces
+from paceline.rollout.episodes.agents.completions import (
+    ChatAnswer,
+    RefusedRequestError,
+    bad_request,
+    block,
+    pieces,
+)
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _CONSUMED = {"input", "instructions", "tools", "max_output_tokens", "text", *_STORED}
@@ -31,11 +37,11 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
-        raise _bad('"input" must be a text, or a list with at least one item')
+        raise bad_request('"input" must be a text, or a list with at least one item')
     said = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat["messages"] = [*said, *_messages(items)]
     if not isinstance(body.get("tools") or [], list):
-        raise _bad('"tools" must be a list')
+        raise bad_request('"tools" must be a list')
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in body["tools"]]
     if body.get("max_output_tokens") is not None:
@@ -78,12 +84,8 @@ def _message(item: Any) -> dict[str, Any]:
 
 def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _bad('a tool is {"type": "function", "name": ..., "parameters": {...}}')
+        raise bad_request('a tool is {"type": "function", "name": ..., "parameters": {...}}')
     return {"type": "function", "function": {name: tool.get(name) for name in _OF_A_TOOL}}
-
-
-def _bad(message: str) -> RefusedRequestError:
-    return RefusedRequestError(400, "invalid_request", message)
 
 
 def response(answer: ChatAnswer) -> dict[str, object]:

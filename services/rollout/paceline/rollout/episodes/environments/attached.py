@@ -6,7 +6,6 @@ An attempt is given to one environment. If that environment leaves, the next att
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 
 from paceline.core.attached_clients.attachment import Leave
 from paceline.core.attached_clients.dispatch import Failure
@@ -25,6 +24,7 @@ from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.attach.gateway import Gateway, GatewayOptions, first_hello
 from paceline.wire.calls.playing import play_gateway_message_to_proto, player_message_from_proto
+from paceline.wire.records import values_of
 
 
 class AttachedEnvironment:
@@ -75,17 +75,7 @@ class AttachedSession:
 
     def __init__(self, gateway: Gateway[Play, Played], name: str, task: EpisodeTask) -> None:
         self._gateway, self._peer = gateway, f"environments attached as {name}"
-        self._play = Play(
-            run_id=task.run_id,
-            trajectory_id=task.trajectory_id,
-            attempt=task.attempt,
-            task=task.task,
-            task_seed=task.task_seed,
-            episode_seed=task.episode_seed,
-            base_url="",
-            token="",
-            model="",
-        )
+        self._task = task
         self._played = Played()
 
     async def open(self) -> Opening:
@@ -94,12 +84,11 @@ class AttachedSession:
 
     async def run(self, base_url: str, token: str, model: str) -> str:
         """Has a client play the episode, once."""
-        play = replace(self._play, base_url=base_url, token=token, model=model)
+        play = Play(**values_of(self._task), base_url=base_url, token=token, model=model)
         [played] = await self._gateway.ask([play])
-        if isinstance(played, Failure):
-            raise EnvironmentLostError(one_line(f"{play.trajectory_id}: {played.message}"), peer=self._peer)
-        if played.error:
-            raise EnvironmentLostError(one_line(f"{play.trajectory_id}: {played.error}"), peer=self._peer)
+        fault = played.message if isinstance(played, Failure) else played.error
+        if isinstance(played, Failure) or fault:
+            raise EnvironmentLostError(one_line(f"{play.trajectory_id}: {fault}"), peer=self._peer)
         self._played = played
         return one_line(played.stop_reason)[:64]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from paceline.core.errors import DataError, InvalidMessageError
-from paceline.core.samples.images import ImageSpec, PlaceholderRange, placeholder_ranges
+from paceline.core.samples.images import ImageSpec, placeholder_ranges
+from paceline.core.samples.images import PlaceholderRange as TokenRange
+from paceline.models.facts import config_tree
 from paceline.rollout.engines.base import SampleRequest
 
 LATER: Final = ("mm_device_do_normalize",)
@@ -28,10 +28,7 @@ KEPT_GIB: Final = 0.25
 
 def has_tower(folder: Path) -> bool:
     """Returns whether the model in this folder turns images into tokens."""
-    try:
-        return "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    return "vision_config" in config_tree(folder)
 
 
 def arguments(*, on_cpu: bool) -> dict[str, Any]:
@@ -56,7 +53,7 @@ def write_processor(folder: Path) -> None:
     vocab = {"<unk>": 0, "<|image_pad|>": 1, "<|video_pad|>": 2}
     words = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
-    tower = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vision_config"]
+    tower = config_tree(folder)["vision_config"]
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": tower["patch_size"],
@@ -74,22 +71,26 @@ def prompt_with_images(request: SampleRequest, config: Any) -> Any:
     Raises:
         InvalidMessageError: the placeholders are not those of the images, or the model takes none.
     """
-    vllm, ranges = _vllm(), _ranges(request, config)
-    grids = vllm.torch.tensor([loaded.image.grid for loaded in request.images])
-    pixels = vllm.torch.from_numpy(np.concatenate([loaded.pixels for loaded in request.images]))
-    items = vllm.MultiModalKwargsItems.from_hf_inputs(
+    import torch
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    ranges = _ranges(request, config)
+    grids = torch.tensor([loaded.image.grid for loaded in request.images])
+    pixels = torch.from_numpy(np.concatenate([loaded.pixels for loaded in request.images]))
+    items = MultiModalKwargsItems.from_hf_inputs(
         {"pixel_values": pixels, "image_grid_thw": grids},
         {
-            "pixel_values": vllm.MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-            "image_grid_thw": vllm.MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
+            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
         },
     )
-    return vllm.mm_input(
+    return mm_input(
         list(request.prompt_token_ids),
         items,
         # The keys by which vLLM caches the tower's output for other requests with the same image.
         {"image": [f"{loaded.image.hash}{request.cache_salt}" for loaded in request.images]},
-        {"image": [vllm.PlaceholderRange(offset=first, length=length) for first, length in ranges]},
+        {"image": [PlaceholderRange(offset=first, length=length) for first, length in ranges]},
         cache_salt=request.cache_salt or None,
     )
 
@@ -120,7 +121,7 @@ class ImageSender:
         llm.renderer.clear_mm_cache()
 
 
-def _ranges(request: SampleRequest, config: Any) -> tuple[PlaceholderRange, ...]:
+def _ranges(request: SampleRequest, config: Any) -> tuple[TokenRange, ...]:
     """Returns each image's placeholders; checks shapes, because wrong ones would end the entire engine.
 
     Raises:
@@ -138,19 +139,3 @@ def _refuse(request: SampleRequest, why: str, cause: Exception | None = None) ->
     raise InvalidMessageError(
         f"the engine refuses request {request.request_id}: {why}", reason="refused_by_engine"
     ) from cause
-
-
-@cache
-def _vllm() -> Any:
-    """Imports the parts of vLLM that prompts with images need."""
-    import torch
-    from vllm.inputs import mm_input
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
-
-    return SimpleNamespace(
-        torch=torch,
-        mm_input=mm_input,
-        MultiModalFieldConfig=MultiModalFieldConfig,
-        MultiModalKwargsItems=MultiModalKwargsItems,
-        PlaceholderRange=PlaceholderRange,
-    )

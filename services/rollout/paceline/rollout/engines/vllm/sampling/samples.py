@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +12,7 @@ from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with_images
-from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
+from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs, Versions
 
 SEED: Final = "paceline_seed"
 """Key in `SamplingParams.extra_args` of the seed with which `batched_sampler` draws."""
@@ -35,51 +33,40 @@ async def submit(
     Raises:
         InvalidMessageError: vLLM refuses the request.
     """
-    vllm, sampling = _vllm(), request.sampling
+    from vllm.exceptions import VLLMValidationError
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
     # Draws follow from seed and position, wherever the earlier tokens came from.
     token_ids = [*request.prompt_token_ids, *request.drawn]
     seeded: dict[str, Any] = {"seed": request.seed, "logprobs": 0, "flat_logprobs": True}
     if keeps_log_probs:
         seeded = {"extra_args": {SEED: request.seed}}
-    params = vllm.SamplingParams(
+    params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens - len(request.drawn),
         stop_token_ids=list(sampling.stop_token_ids),
         detokenize=False,
-        output_kind=vllm.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
         **seeded,
     )
     if request.images:
         prompt = prompt_with_images(request, llm.model_config.hf_config)
     else:
-        prompt = vllm.tokens_input(token_ids, cache_salt=request.cache_salt or None)
+        prompt = tokens_input(token_ids, cache_salt=request.cache_salt or None)
     try:
         if request.images:
             return await images.send(llm, request.request_id, prompt, params)
         return await llm.add_request(request.request_id, prompt, params)
     # The first is a subclass of the second in 0.24, but not in 0.32.
-    except (vllm.VLLMValidationError, ValueError) as error:
+    except (VLLMValidationError, ValueError) as error:
         raise InvalidMessageError(
             f"the engine refuses request {request.request_id}: {error}", reason="refused_by_engine"
         ) from error
-
-
-@cache
-def _vllm() -> Any:
-    """Imports the parts of vLLM that a request needs, once, since a step makes thousands of requests."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SimpleNamespace(
-        SamplingParams=SamplingParams,
-        tokens_input=tokens_input,
-        FINAL_ONLY=RequestOutputKind.FINAL_ONLY,
-        VLLMValidationError=VLLMValidationError,
-    )
 
 
 async def to_sample(
@@ -102,22 +89,23 @@ async def to_sample(
         )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
     choices = _choices(completion, expert_layers) if expert_layers else None
+    told: Versions = ()
     if kept is not None:
         log_probs, told = await kept.take(request_id, len(output.prompt_token_ids), len(token_ids))
-        versions = tuple((first, version) for first, version in told)
-        return Sample(
-            token_ids=token_ids,
-            log_probs=log_probs,
-            finish_reason=reason,
-            versions=versions,
-            expert_choices=choices,
-        )
-    flat = completion.logprobs
-    # Each position lists the drawn token first; further entries would be the most likely tokens.
-    log_probs = np.asarray(flat.logprobs, dtype=np.float32) if flat is not None else np.empty(0, np.float32)
-    if len(log_probs) != len(token_ids) and flat is not None:
-        log_probs = log_probs[np.asarray(flat.start_indices, dtype=np.int64)]
-    return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason, expert_choices=choices)
+    elif (flat := completion.logprobs) is None:
+        log_probs = np.empty(0, np.float32)
+    else:
+        log_probs = np.asarray(flat.logprobs, dtype=np.float32)
+        if len(log_probs) != len(token_ids):
+            # Each position lists the drawn token first; further entries would be the most likely tokens.
+            log_probs = log_probs[np.asarray(flat.start_indices, dtype=np.int64)]
+    return Sample(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        finish_reason=reason,
+        versions=tuple((first, version) for first, version in told),
+        expert_choices=choices,
+    )
 
 
 def _choices(completion: Any, layers: Sequence[int]) -> ChoiceArray | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,10 +95,10 @@ def is_small(folder: Path) -> bool:
     The host limits a small model's steps, and compiled layers need more of its time: with 0.5B they take a
     quarter more time, with 7B a twentieth less (benchmarks/journal/gpus.md).
     """
+    tree = _text_config(folder)
     try:
-        tree = _text_config(folder)
         num_parameters = 12 * int(tree["num_hidden_layers"]) * int(tree["hidden_size"]) ** 2
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         return False
     return num_parameters < _FEWEST_COMPILED
 
@@ -111,11 +110,7 @@ def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
     and keys would be wrong; torch's code replaces it. On a CPU with AMX, vLLM would choose an attention
     backend that only supports bfloat16, and an engine in float32 would not start.
     """
-    try:
-        is_latent = bool(_text_config(folder).get("kv_lora_rank"))
-    except (OSError, ValueError, AttributeError):
-        is_latent = False
-    if not is_latent:
+    if not _text_config(folder).get("kv_lora_rank"):
         return {}
     return {
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
@@ -160,7 +155,7 @@ def cpu_cache(config: RunConfig) -> dict[str, int]:
         return {}
     try:
         token_bytes = _cache_bytes_per_token(_text_config(Path(config.model.path)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     # vLLM uses one block itself.
     num_blocks = 1 + config.rollout.max_num_seqs * -(-config.engine_model_len // _CPU_BLOCK)
@@ -185,8 +180,8 @@ def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
     They add keys that vLLM needs. For a model that the learner dequantises, they remove the quantisation,
     because weights are pushed as they are trained.
     """
+    tree = _text_config(folder)
     try:
-        tree = _text_config(folder)
         missing = corrections.missing_keys(tree) | _sizes_of_full_attention(tree)
         is_quantised = is_dequantised(folder)
     except (OSError, ValueError, AttributeError, ModelError):
@@ -221,9 +216,9 @@ def _without_quantisation(missing: Mapping[str, object], config: Any) -> Any:
     return config
 
 
-def _text_config(folder: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return tree.get("text_config", tree)  # type: ignore[no-any-return]
+def _text_config(folder: Path) -> Mapping[str, Any]:
+    tree = config_tree(folder)
+    return tree.get("text_config") or tree
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:

@@ -7,10 +7,10 @@ container. The classes of vLLM's models do not start CUDA on import.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
-from typing import Any
+
+from paceline.models.facts import config_tree
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def load(folder: Path) -> None:
     """Loads the classes that config.json names; leaves classes that fail to vLLM, which says why."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture in _architectures(folder):
+    for architecture in config_tree(folder).get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is None:
             continue
@@ -27,11 +27,3 @@ def load(folder: Path) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
         except Exception:  # an import may raise anything
             log.debug("vLLM's %s is not loaded ahead", architecture, exc_info=True)
-
-
-def _architectures(folder: Path) -> list[str]:
-    try:
-        tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [str(name) for name in tree.get("architectures") or ()]

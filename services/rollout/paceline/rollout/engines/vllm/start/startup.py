@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import os
 import threading
 import time
@@ -150,25 +150,16 @@ def _drop_unknown(arguments: dict[str, Any], kind: Any) -> None:
 
 def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
     """Calls `work` in a thread for which neither the loop's nor the interpreter's end waits."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    done = concurrent.futures.Future[None]()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        error: BaseException | None = None
         try:
             work()
-        except BaseException as raised:  # noqa: BLE001  passed on to the event loop, which raises it
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            loop.call_soon_threadsafe(settle, error)
+        except BaseException as error:  # noqa: BLE001  passed on to the event loop, which raises it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name="engine start", daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)
