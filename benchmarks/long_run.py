@@ -32,7 +32,7 @@ import numpy as np
 
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.training_rows import rows
 from paceline.controller.run.records.trajectories import TrajectoryFile
 from paceline.controller.verify.digests import digest_of

@@ -19,7 +19,8 @@ import numpy as np
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Ask, Dispatcher, Order
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.batch.refill import Refill

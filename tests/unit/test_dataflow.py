@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.run.dataflow.dataflow import load_dataflow

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.run.records import metrics
 from support.headers import scored
 

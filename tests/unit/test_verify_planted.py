@@ -19,7 +19,7 @@ import pytest
 
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.run.records import trajectories
 from paceline.controller.verify.check import verify

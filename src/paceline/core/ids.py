@@ -50,6 +50,11 @@ class TrajectoryId:
     prompt_id: int
     sample_index: int
 
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """Its place among the rows of a step: prompt id, purpose, sample index."""
+        return self.prompt_id, self.purpose, self.sample_index
+
     def __str__(self) -> str:
         return f"{self.purpose}:{self.step}:{self.prompt_id}:{self.sample_index}"
 

@@ -95,10 +95,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
     supervisor = Supervisor(fleet, journal, events, clock)
     observe_run(run, progress, fleet, clock)
-    measuring = context.spawn(
-        "mailbox lengths", measure_mailboxes(broker, run_id, progress, in_flight=config.pushes_in_flight)
-    )
-    context.defer("mailbox lengths", lambda: _cancel(measuring))
+    _measure_mailboxes(context, run, progress, broker)
     stop = asyncio.get_running_loop().create_future()
     channels = Channels(config, credentials, journal.term)
     context.defer("channels", channels.close)
@@ -165,6 +162,14 @@ async def _dataflow(config: RunConfig, inputs: Inputs) -> Dataflow:
     if config.trainer.dataflow not in (None, FLOW):
         log.info("dataflow: %s", await rehearse(flow, config, inputs))
     return flow
+
+
+def _measure_mailboxes(context: ServiceContext, run: Run, progress: Progress, broker: Broker) -> None:
+    measuring = context.spawn(
+        "mailbox lengths",
+        measure_mailboxes(broker, run.id, progress, in_flight=run.config.pushes_in_flight),
+    )
+    context.defer("mailbox lengths", lambda: cancel(measuring))
 
 
 def _start_telemetry(config: RunConfig, options: Options) -> None:
@@ -303,7 +308,8 @@ async def _listen(
         port_key="service.controller_port",
     )
     context.defer("gRPC server", server.stop)
-    _announce(options.address_file, server.address)
+    if options.address_file is not None:
+        write_atomically(options.address_file, server.address)
     log.info("listening on %s", server.address)
 
 
@@ -346,7 +352,7 @@ async def _run_to_the_end(
         else:
             message = f"stopped in step {progress.step}: {stop.result() if stop.done() else 'signal'}"
         if not ok:
-            await _cancel(running)
+            await cancel(running)
             progress.phase = Phase.FAILED
         run.journal.record("end", ok=ok, message=message, step=progress.step)
         context.before_stopping(None)
@@ -365,7 +371,7 @@ async def _run_to_the_end(
             raise failure
     finally:
         for task in tasks:
-            await _cancel(task)
+            await cancel(task)
 
 
 async def _farewell(
@@ -378,17 +384,8 @@ async def _farewell(
     try:
         await context.stopping_or(leaving)
     finally:
-        await _cancel(leaving)
+        await cancel(leaving)
 
 
 def _sentence(error: BaseException) -> str:
     return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    await cancel(task)
-
-
-def _announce(file: Path | None, address: str) -> None:
-    if file is not None:
-        write_atomically(file, address)

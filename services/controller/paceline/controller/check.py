@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config.load import load
@@ -27,10 +26,5 @@ def _dataflow(path: str) -> str:
 CHECKS: ServiceChecks = {"dataflow": _dataflow}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the check that the command line names; returns the exit code."""
-    return run_check("controller", CHECKS, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check("controller", CHECKS))

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from paceline.broker import names
 from paceline.broker.base import Broker
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.fleet.membership import Fleet
+from paceline.controller.fleet.membership import Fleet, Member
 from paceline.controller.progress import Progress, Run
 from paceline.core.clock import Clock
 from paceline.core.errors import BrokerError, DeadlineError
@@ -76,6 +76,11 @@ def _observe_progress(run: Run, progress: Progress) -> None:
 
 
 def _observe_members(fleet: Fleet, clock: Clock) -> None:
+    def of_usable(value: Callable[[Member], float]) -> Iterator[Observation]:
+        for member in fleet.members():
+            if member.usable:
+                yield value(member), {"kind": member.kind.value, "member": member.member_id}
+
     def members() -> Iterator[Observation]:
         states = Counter(
             (m.kind.value, m.state.value if m.state else "registered", m.health.value)
@@ -84,20 +89,9 @@ def _observe_members(fleet: Fleet, clock: Clock) -> None:
         for (kind, state, health), number in states.items():
             yield number, {"kind": kind, "state": state, "health": health}
 
-    def silence() -> Iterator[Observation]:
-        now = clock.monotonic()
-        for member in fleet.members():
-            if member.usable:
-                yield now - member.last_heard, {"kind": member.kind.value, "member": member.member_id}
-
-    def in_flight() -> Iterator[Observation]:
-        for member in fleet.members():
-            if member.usable:
-                yield member.in_flight, {"kind": member.kind.value, "member": member.member_id}
-
     telemetry.observe(metrics.MEMBERS, members)
-    telemetry.observe(metrics.MEMBER_SILENCE, silence)
-    telemetry.observe(metrics.MEMBER_IN_FLIGHT, in_flight)
+    telemetry.observe(metrics.MEMBER_SILENCE, lambda: of_usable(lambda m: clock.monotonic() - m.last_heard))
+    telemetry.observe(metrics.MEMBER_IN_FLIGHT, lambda: of_usable(lambda m: m.in_flight))
 
 
 async def measure_mailboxes(

@@ -109,7 +109,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 engine=(request.engine or engines[0]) if kind is MemberKind.ROLLOUT else "",
             )
         )
-        policy = self._progress.policy
+        policy, member = self._progress.policy, self._supervisor.fleet.get(request.member_id)
         is_learner = kind is MemberKind.LEARNER
         folders = await asyncio.to_thread(self._checkpoints) if is_learner else ()
         return pb.RegisterResponse(
@@ -124,7 +124,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             checkpoints=[str(folder) for folder in folders],
             checkpoint_root=str(self._run.checkpoints) if is_learner else "",
             checkpoint_marker=self._checkpoint_marker if is_learner else "",
-            hold=not self._may_start(request.member_id),
+            hold=member is not None and not self._turns.may_start(member),
         )
 
     async def _refuse_second_holder(self, request: pb.RegisterRequest) -> None:
@@ -189,10 +189,6 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         """Returns whether a member that was told to end must stay, because the step or a push needs it."""
         is_held = self._supervisor.departures.holds(member)
         return is_held or (not member.is_starting and self._progress.phase in _PUSHING)
-
-    def _may_start(self, member_id: str) -> bool:
-        member = self._supervisor.fleet.get(member_id)
-        return member is None or self._turns.may_start(member)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Tells a member with its next heartbeat to finish its work and leave."""

@@ -74,11 +74,7 @@ class RewardBySet:
             await reward.start()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items.
-
-        Raises:
-            RewardError: UNAVAILABLE, when child processes cannot be started any more.
-        """
+        """Returns one score per item, in the order of the items."""
         parts: dict[WeightedSum, list[ScoreItem]] = {}
         for item in items:
             parts.setdefault(self._reward_of(item), []).append(item)

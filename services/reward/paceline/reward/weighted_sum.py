@@ -106,11 +106,7 @@ class WeightedSum:
         await asyncio.gather(*(scorer.start() for scorer in self._scorers))
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items.
-
-        Raises:
-            RewardError: UNAVAILABLE, when child processes cannot be started any more.
-        """
+        """Returns one score per item, in the order of the items."""
         if not items:
             return []
         parts = [scorer.score(items, run_id=run_id, step=step) for scorer in self._scorers]

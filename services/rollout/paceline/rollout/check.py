@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.engines.registry import engine_facts
@@ -28,10 +27,5 @@ def _log_probs(engine: str, kept: str) -> str:
 CHECKS: ServiceChecks = {"log-probs": _log_probs}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the check that the command line names; returns the exit code."""
-    return run_check("rollout", CHECKS, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check("rollout", CHECKS))

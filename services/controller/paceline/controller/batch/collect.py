@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from paceline.broker import names
 from paceline.broker.base import Broker, Entry
 from paceline.broker.log import LOG_START
-from paceline.controller.batch.barrier import Barrier, DroppedGroup, Verdict
+from paceline.controller.batch.barrier import Barrier, Verdict
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Dispatcher, Order
 from paceline.controller.batch.mailboxes import Mailboxes, blob_keys, trained_keys
 from paceline.controller.batch.refill import DEGENERATE, Refill
@@ -46,42 +46,6 @@ _PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
 
 Watch = Callable[[Barrier], None]
 """Called when the barrier of a collection has changed; must not change it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """The result of an order.
-
-    Attributes:
-        samples: headers of the groups to train, in (prompt id, sample index) order.
-        beside: the samples of further purposes, in the same order.
-        set_aside: samples of the groups that a refill set aside.
-        num_extra: number of groups that a refill requested; None without a refill.
-        gen_s: seconds until the last sample was generated.
-        reward_s: further seconds until that sample was scored.
-        wait_s: seconds between the first and the last arrival.
-    """
-
-    samples: Sequence[ScoredHeader]
-    dropped: Sequence[DroppedGroup]
-    verdicts: Counter[Verdict]
-    num_groups: int
-    beside: Mapping[str, Sequence[ScoredHeader]] = field(default_factory=dict)
-    set_aside: Sequence[ScoredHeader] = ()
-    num_extra: int | None = None
-    gen_s: float = 0.0
-    reward_s: float = 0.0
-    wait_s: float = 0.0
-
-    @property
-    def greedy(self) -> dict[int, ScoredHeader]:
-        """The greedy answers by prompt id."""
-        return {h.trajectory_id.prompt_id: h for h in self.beside.get(Purpose.GREEDY, ())}
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and response tokens of the samples."""
-        return sum(header.num_prompt_tokens + header.num_response_tokens for header in self.samples)
 
 
 class _Collection:
@@ -517,22 +481,3 @@ def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
     if header.reward_error is not None:
         fate["error"] = ": ".join(header.reward_error)
     return fate
-
-
-def share_without_spread(samples: Iterable[ScoredHeader]) -> float | None:
-    """Returns the share of prompt groups whose rewards are all equal; None if no group has two samples."""
-    groups: dict[int, list[float]] = {}
-    for header in samples:
-        groups.setdefault(header.trajectory_id.prompt_id, []).append(header.reward or 0.0)
-    if max(map(len, groups.values()), default=0) < 2:
-        return None
-    return sum(min(group) == max(group) for group in groups.values()) / len(groups)
-
-
-def reward_components(batch: Iterable[ScoredHeader]) -> dict[str, float]:
-    """Returns the mean of every reward component over the trajectories that have it."""
-    sums: dict[str, list[float]] = {}
-    for header in batch:
-        for name, value in header.components.items():
-            sums.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sorted(sums.items())}

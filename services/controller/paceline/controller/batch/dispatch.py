@@ -71,10 +71,6 @@ class Order:
         """Samples by purpose of each prompt in `prompt_asks`."""
         return {prompt_id: _counts(asks) for prompt_id, asks in self.prompt_asks.items()}
 
-    def asks_of(self, prompt_id: int) -> tuple[Ask, ...]:
-        """Returns the samples that a prompt gets."""
-        return self.prompt_asks.get(prompt_id, self.asks)
-
 
 def _key(group: PromptGroup) -> _Key:
     return group.step, group.policy.version, group.purpose, group.prompt_id
@@ -169,7 +165,10 @@ class Dispatcher:
 
     async def _send(self, order: Order, groups: list[PromptGroup]) -> list[int]:
         if self._images.expected:
-            groups = [await self._with_images(group, order.prompts[group.prompt_id]) for group in groups]
+            groups = [
+                replace(g, images=await self._images.store(order.prompts[g.prompt_id].images, g.step))
+                for g in groups
+            ]
         if groups:
             await self._append(self.stream(order.policy.version), groups)
         self._sent.update(_key(group) for group in groups)
@@ -183,7 +182,7 @@ class Dispatcher:
         return [
             self._group(order, ask, prompt)
             for prompt_id, prompt in order.prompts.items()
-            for ask in order.asks_of(prompt_id)
+            for ask in order.prompt_asks.get(prompt_id, order.asks)
         ]
 
     async def _append(self, stream: str, groups: Sequence[PromptGroup]) -> None:
@@ -198,9 +197,6 @@ class Dispatcher:
             max_length=self._config.broker.max_stream_length,
             timeout_s=self._config.stall_timeout_s,
         )
-
-    async def _with_images(self, group: PromptGroup, prompt: Prompt) -> PromptGroup:
-        return replace(group, images=await self._images.store(prompt.images, group.step))
 
     def _group(self, order: Order, ask: Ask, prompt: Prompt) -> PromptGroup:
         seeds = tuple(

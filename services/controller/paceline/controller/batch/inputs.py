@@ -81,7 +81,7 @@ class Inputs:
     @functools.cached_property
     def sources(self) -> frozenset[str]:
         """The data sources of the training prompts, by name; empty if metrics leave them out."""
-        names = frozenset(map(_source_name, self.train.facts.sources))
+        names = frozenset(map(source_name, self.train.facts.sources))
         return names if _tells_apart(names) else frozenset()
 
     @functools.cached_property
@@ -150,12 +150,8 @@ def load_inputs(config: RunConfig) -> Inputs:
     )
 
 
-def source_name(prompt: Prompt) -> str:
-    """Returns the name of a prompt's data source in metrics."""
-    return _source_name(prompt.context.data_source)
-
-
-def _source_name(source: str) -> str:
+def source_name(source: str) -> str:
+    """Returns the name of a data source in metrics."""
     return _NO_NAME.sub("_", source or "none")
 
 
@@ -168,7 +164,7 @@ def _by_source(prompts: Mapping[int, Prompt]) -> dict[str, set[int]]:
     """Returns the ids of each source; {} if there is only one source, or too many for metrics."""
     by_source: dict[str, set[int]] = {}
     for prompt_id, prompt in prompts.items():
-        by_source.setdefault(source_name(prompt), set()).add(prompt_id)
+        by_source.setdefault(source_name(prompt.context.data_source), set()).add(prompt_id)
     return dict(sorted(by_source.items())) if _tells_apart(by_source) else {}
 
 

@@ -96,7 +96,7 @@ class ReplayBuffer:
         self, step: int, drawn_rows: Iterable[tuple[Trajectory, float]], num_fresh: int, num_kept: int
     ) -> Replay:
         rows, blobs, parts = [], {}, list[PolicyRange]()
-        for trajectory, reward in sorted(drawn_rows, key=lambda pair: _place(pair[0].trajectory_id)):
+        for trajectory, reward in sorted(drawn_rows, key=lambda pair: pair[0].trajectory_id.place):
             key = names.blob(self._run.id, str(trajectory.trajectory_id), "replay", "0")
             blobs[key] = blob = encode_trajectory(trajectory)
             rows.append(_row(trajectory, key, blob_digest(blob), reward))
@@ -169,11 +169,7 @@ class ReplayBuffer:
 
 def merged(fresh: Iterable[BatchRow], again: Iterable[BatchRow]) -> tuple[BatchRow, ...]:
     """Returns all rows of a step, sorted by prompt id and sample index."""
-    return tuple(sorted([*fresh, *again], key=lambda row: _place(row.trajectory_id)))
-
-
-def _place(key: TrajectoryId) -> tuple[int, str, int]:
-    return key.prompt_id, key.purpose, key.sample_index
+    return tuple(sorted([*fresh, *again], key=lambda row: row.trajectory_id.place))
 
 
 def _row(trajectory: Trajectory, key: str, digest: str, reward: float) -> BatchRow:

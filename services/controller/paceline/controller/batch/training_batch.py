@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping
 
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.ids import NEVER_TRAINED, Purpose, TrajectoryId
@@ -70,7 +70,7 @@ class TrainingRows:
             chosen[key] = sample
         if not chosen:
             raise DataError("the dataflow trains no sample; choose at least one of the step's samples")
-        ordered = sorted(chosen.values(), key=lambda s: (s.prompt.prompt_id, s.purpose, s.index))
+        ordered = sorted(chosen.values(), key=lambda s: s.header.trajectory_id.place)
         made = tuple(_sample_row(sample) for sample in ordered)
         self.batch = _merged(self._batches, [_header(sample) for sample in ordered])
         return made, None if made == self._plain else [_listed(sample) for sample in ordered]

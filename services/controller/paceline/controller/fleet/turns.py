@@ -97,7 +97,11 @@ _PARTS: Final = {
 
 
 class Turns:
-    """Grants turns, one at a time; without effect if engines do not sleep (`rollout.sleep`)."""
+    """Grants turns, one at a time; without effect if engines do not sleep (`rollout.sleep`).
+
+    Attributes:
+        turn: whether learner, engines or nobody may use the GPUs now.
+    """
 
     def __init__(
         self, run: Run, supervisor: Supervisor, learner: LearnerClient, rollout: RolloutClient
@@ -105,16 +109,11 @@ class Turns:
         self._run, self._supervisor = run, supervisor
         self._learner, self._rollout = learner, rollout
         self._are_taken = run.config.rollout.sleep == "always"
-        self._turn = Turn.NOBODY
+        self.turn = Turn.NOBODY
         self._was_learners = run.journal.standing.turn == Turn.LEARNER.value
         self._started: set[tuple[str, str]] = set()
         self._clock = _Clock()
         self._engine_bytes = 0
-
-    @property
-    def turn(self) -> Turn:
-        """Whether learner, engines or nobody may use the GPUs now."""
-        return self._turn
 
     def may_start(self, member: Member) -> bool:
         """Returns whether a member may start and thereby take memory; a permission is never withdrawn."""
@@ -129,8 +128,8 @@ class Turns:
     @property
     def _is_learners(self) -> bool:
         """Returns whether the learner may be training, possibly on an order of a controller that has died."""
-        if self._turn is not Turn.NOBODY:
-            return self._turn is Turn.LEARNER
+        if self.turn is not Turn.NOBODY:
+            return self.turn is Turn.LEARNER
         learners = self._supervisor.fleet.usable(MemberKind.LEARNER)
         return self._was_learners and all(m.state in (None, LearnerState.TRAINING) for m in learners)
 
@@ -144,9 +143,9 @@ class Turns:
         """
         if not self._are_taken:
             return
-        began, before = time.monotonic(), self._turn
+        began, before = time.monotonic(), self.turn
         # Before the first order: from now on `may_start` judges by the new turn.
-        self._turn = turn
+        self.turn = turn
         if turn is not before:
             self._run.journal.record("turn", holder=turn.value, limit_s=self._limit_s(turn))
         with span("turn", attributes={"paceline.turn": turn.value}):

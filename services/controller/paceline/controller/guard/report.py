@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.controller.batch.collect import Batch, share_without_spread
+from paceline.controller.batch.collected_batch import Batch, share_without_spread
 from paceline.controller.guard import rewards
 from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run

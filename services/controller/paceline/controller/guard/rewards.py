@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from statistics import fmean
 
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch, values_of_components
 from paceline.core.guard import Histories, Reading
-from paceline.core.samples.trajectory import ScoredHeader
 
 _OF_A_REWARD = "reward:"  # begins the reason of a group that was dropped for its rewards
 _FAILED = "/failed"
@@ -19,7 +17,7 @@ def readings(batch: Batch, histories: Histories) -> Iterator[Reading]:
 
     A component with fewer than two values in a step keeps its streak.
     """
-    values = _components(batch.samples)
+    values = values_of_components(batch.samples)
     for name, of_component in values.items():
         if "/" not in name and len(of_component) > 1:
             histories.add(_history(name), max(of_component) - min(of_component))
@@ -31,14 +29,6 @@ def readings(batch: Batch, histories: Histories) -> Iterator[Reading]:
         if name.endswith(_FAILED):
             scorer = name.removesuffix(_FAILED)
             yield Reading(rule="reward_errors", value=fmean(of_component), detail=f"responses to {scorer}")
-
-
-def _components(samples: Sequence[ScoredHeader]) -> Mapping[str, list[float]]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for header in samples:
-        for name, value in header.components.items():
-            values[name].append(value)
-    return dict(sorted(values.items()))
 
 
 def _history(component: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.progress import Run

@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paceline.config.run import RunConfig
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.training_batch import TrainingBatches

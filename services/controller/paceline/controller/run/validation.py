@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.phases import Phase

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field, replace
 
 from paceline.broker.log import LOG_START
 from paceline.controller.batch.barrier import Barrier
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.fleet.supervisor import Supervisor

@@ -45,11 +45,6 @@ class Epoch:
     owners: tuple[Member, ...]
     num_gpus: int = 0
 
-    def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Returns whether its members are exactly these, and none of them has registered again since."""
-        own, others = (self.learner, *self.rollouts), (learner, *rollouts)
-        return len(own) == len(others) and all(a is b for a, b in zip(own, others, strict=True))
-
 
 class Epochs:
     """Forms and dissolves epochs; there is at most one at a time.
@@ -78,8 +73,11 @@ class Epochs:
         self._unexplained = 0
 
     def fits(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Returns whether the current epoch consists of exactly these members."""
-        return self.current is not None and self.current.consists_of(learner, rollouts)
+        """Returns whether the current epoch is of exactly these members, as they are registered now."""
+        if self.current is None:
+            return False
+        own, others = (self.current.learner, *self.current.rollouts), (learner, *rollouts)
+        return len(own) == len(others) and all(a is b for a, b in zip(own, others, strict=True))
 
     async def form(self, learner: Member, rollouts: Sequence[Member]) -> int:
         """Dissolves the current epoch and forms a new one; returns the version that the learner holds.

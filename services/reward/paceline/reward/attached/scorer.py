@@ -63,11 +63,7 @@ class AttachedScorer:
         self._is_open = True
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items, with the weight applied.
-
-        Raises:
-            RewardError: UNAVAILABLE, when it was closed or not started.
-        """
+        """Returns one score per item, in the order of the items, with the weight applied."""
         if not self._is_open:
             raise RewardError(f"{self._name}: clients cannot attach now", kind=RewardErrorKind.UNAVAILABLE)
         refused = {index: error for index, item in enumerate(items) if (error := _problem(item)) is not None}

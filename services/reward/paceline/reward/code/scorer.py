@@ -68,11 +68,7 @@ class CodeScorer:
         self._is_open = False
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items.
-
-        Raises:
-            RewardError: UNAVAILABLE, when it was closed or not started.
-        """
+        """Returns one score per item, in the order of the items."""
         if not self._is_open:
             raise RewardError(f"{self._config.name}: not running", kind=RewardErrorKind.UNAVAILABLE)
         return list(await asyncio.gather(*(self._score(item) for item in items)))

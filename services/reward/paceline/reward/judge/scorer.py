@@ -60,11 +60,7 @@ class JudgeScorer:
             await client.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items.
-
-        Raises:
-            RewardError: UNAVAILABLE, when it was closed or not started.
-        """
+        """Returns one score per item, in the order of the items."""
         client = self._client
         if client is None:
             raise RewardError(f"{self._config.name}: not running", kind=RewardErrorKind.UNAVAILABLE)

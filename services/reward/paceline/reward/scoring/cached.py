@@ -21,7 +21,6 @@ class Versioned(Protocol):
     @property
     def version(self) -> str | None:
         """Identifies what the scorer computes: "" if it does not say; None while that is unknown."""
-        ...
 
 
 class Cached(ScorerAround):
@@ -42,11 +41,7 @@ class Cached(ScorerAround):
         self._scores: OrderedDict[bytes, Score] = OrderedDict()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items; asks once about equal items of a call.
-
-        Raises:
-            RewardError: UNAVAILABLE, like the cached scorer.
-        """
+        """Returns one score per item, in the order of the items; asks once about equal items of a call."""
         version = self._version()
         if version is None:
             return await self.scorer.score(items, run_id=run_id, step=step)

@@ -46,7 +46,6 @@ class Scorer(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Returns the names of the scorer's components, without further values (`name/key`)."""
-        ...
 
     async def start(self) -> None:
         """Makes the scorer ready to score items.
@@ -55,7 +54,6 @@ class Scorer(Protocol):
             ConfigError: the scorer's configuration is unusable.
             DeadlineError, PeerLostError: one of the scorer's processes does not start.
         """
-        ...
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """Returns one score per item, in order, with the scorer's weight applied. Calls may overlap.
@@ -64,13 +62,11 @@ class Scorer(Protocol):
         a delivery of the mailbox, so it may hold only a part of a prompt group.
 
         Raises:
-            RewardError: UNAVAILABLE, when the scorer cannot score anything any more.
+            RewardError: UNAVAILABLE, when the scorer was closed or not started, or cannot score any more.
         """
-        ...
 
     async def close(self) -> None:
         """Stops its processes and closes its connections. Has no effect if it was not started."""
-        ...
 
 
 class ScorerAround:
@@ -100,9 +96,7 @@ class Queued(Protocol):
     @property
     def queue_name(self) -> str:
         """Returns its queue's name in metrics."""
-        ...
 
     @property
     def num_unscored(self) -> int:
         """Returns the number of items that wait for a score; may be called from any thread."""
-        ...

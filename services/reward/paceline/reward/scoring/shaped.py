@@ -29,11 +29,7 @@ class Shaped(ScorerAround):
         return self.names[0]
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """Returns one score per item, in the order of the items; 0 without components for other items.
-
-        Raises:
-            RewardError: UNAVAILABLE, like the shaped scorer.
-        """
+        """Returns one score per item, in the order of the items; 0 without components for other items."""
         own = [self._asked(item) for item in items if self._shape.takes(item)]
         self.num_unscored += len(own)
         try:

@@ -72,12 +72,10 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int:
         """Rows of the model's embedding; every token id is smaller."""
-        ...
 
     @property
     def kv_cache_tokens(self) -> int:
         """Number of tokens whose keys and values fit into the cache; 0 if the engine does not report it."""
-        ...
 
     async def describe(self) -> tuple[RankLayout, ...]:
         """Returns which part of which checkpoint tensor each rank needs, by rank.
@@ -86,7 +84,6 @@ class Engine(Protocol):
             ModelError: nothing can be pushed into the parameters, because they are quantized, or have more
                 than one type besides float32.
         """
-        ...
 
     async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
         """Leaves the current weight group, if any, and joins another, at the same time as its other members.
@@ -98,7 +95,6 @@ class Engine(Protocol):
             DeadlineError, PeerLostError: a member did not come, or went away.
             WeightSyncError: the spec does not fit this engine.
         """
-        ...
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Receives a push into the live parameters. Forgets all cached prefixes unless the engine is paused.
@@ -113,7 +109,6 @@ class Engine(Protocol):
             DeadlineError, PeerLostError: a member stalled or died; the group is gone.
             WeightSyncError: no group has been joined, or requests are under way and not paused.
         """
-        ...
 
     async def pause(self, *, recompute: bool) -> None:
         """Stops drawing tokens until `resume`; current and new requests wait.
@@ -125,11 +120,9 @@ class Engine(Protocol):
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.
         """
-        ...
 
     async def resume(self) -> None:
         """Continues with the current weights; may be repeated."""
-        ...
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
         """Returns the digest of the live parameters, one report per rank; `version` only labels the reports.
@@ -137,11 +130,9 @@ class Engine(Protocol):
         Raises:
             WeightSyncError: the parameters do not have the checkpoint's form (`RankLayout` without slices).
         """
-        ...
 
     async def leave(self) -> None:
         """Leaves the weight group with all ranks; peers that still wait get an error. May be repeated."""
-        ...
 
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
@@ -161,7 +152,6 @@ class Engine(Protocol):
             Exception: any other error is attributed to these requests. The engine's health is checked, and
                 they are drawn again.
         """
-        ...
 
     @property
     def continues(self) -> bool:
@@ -197,7 +187,6 @@ class Engine(Protocol):
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.
         """
-        ...
 
     async def wake(self, part: EnginePart) -> None:
         """Allocates the memory of a part again, without its content: weights need a push. May be repeated.
@@ -206,12 +195,9 @@ class Engine(Protocol):
             DeadlineError, PeerLostError: the engine hangs, or died.
             WeightSyncError: there is not enough free memory.
         """
-        ...
 
     async def check_health(self) -> None:
         """Raises PeerLostError if the engine has died, is stopped, or must be restarted."""
-        ...
 
     async def shutdown(self) -> None:
         """Ends the engine and all of its processes, also if it has died. May be repeated."""
-        ...

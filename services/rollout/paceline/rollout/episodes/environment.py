@@ -92,19 +92,15 @@ class Session(Protocol):
 
     async def open(self) -> Opening:
         """Begins the episode in the environment."""
-        ...
 
     async def step(self, turn: int, action: Message) -> TurnResult:
         """Answers the policy's turn, counted from 1."""
-        ...
 
     async def close(self, stop_reason: str) -> Grade:
         """Grades the episode, and frees the session's resources."""
-        ...
 
     async def abandon(self) -> None:
         """Frees the session's resources; nothing is graded. Never raises."""
-        ...
 
 
 @runtime_checkable
@@ -113,7 +109,6 @@ class DrivenSession(Session, Protocol):
 
     async def run(self, base_url: str, token: str, model: str) -> str:
         """Runs the program to its end; returns why it ended, "" for no particular reason."""
-        ...
 
 
 class EpisodeEnvironment(Protocol):
@@ -125,17 +120,13 @@ class EpisodeEnvironment(Protocol):
         Raises:
             PacelineError: the environment cannot be used as configured.
         """
-        ...
 
     def session(self, task: EpisodeTask) -> Session:
         """Returns a session for one attempt at an episode."""
-        ...
 
     async def close(self) -> None:
         """Ends its processes and connections. May be repeated."""
-        ...
 
     @property
     def call_names(self) -> Sequence[str]:
         """Names of the tools that are known before any episode."""
-        ...

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.replay import ReplayBuffer
@@ -75,7 +75,7 @@ async def rehearse(flow: Dataflow, config: RunConfig, inputs: Inputs) -> str:
 
 
 def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
-    progress, stand_ins = Progress(run, step=1), _any(services)
+    progress, stand_ins = Progress(run, step=1), cast(Any, services)
     progress.phase = Phase.FORMING
     batches = TrainingBatches(run, inputs)
     lookahead = Lookahead(
@@ -88,7 +88,7 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
         batches=batches,
         collector=stand_ins,
         learner=stand_ins,
-        alignment=_any(SimpleNamespace(version=0, resumed=None, learner=None)),
+        alignment=cast(Any, SimpleNamespace(version=0, resumed=None, learner=None)),
         publication=stand_ins,
         checkpoints=stand_ins,
         guard=Guard(run),
@@ -99,7 +99,6 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
         validation=stand_ins,
         write_metrics=lambda metrics: None,
     )
-    patience = run.config.collect_timeout_s
     return Verbs(
         parts,
         number=1,
@@ -107,12 +106,8 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
         committed=_POLICY,
         began=time.monotonic(),
         cleanup_s=0.0,
-        patience=patience,
+        patience=run.config.collect_timeout_s,
     )
-
-
-def _any(stand_in: object) -> Any:
-    return stand_in
 
 
 class _StandIns:

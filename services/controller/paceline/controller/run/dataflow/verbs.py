@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
@@ -227,21 +228,17 @@ class Verbs:
     async def _samples(self, batch: Batch, *, texts: bool) -> ScoredSamples:
         prompts: Mapping[int, Prompt] = self._prompts
         headers = [*batch.samples, *(header for headers in batch.beside.values() for header in headers)]
-        stored = (
-            await self._parts.collector.mailboxes.texts(headers, required=True)
-            if texts
-            else [""] * len(headers)
-        )
+        stored = [""] * len(headers)
+        if texts:
+            stored = await self._parts.collector.mailboxes.texts(headers, required=True)
         made = iter(
-            [
-                ScoredSample(
-                    prompt=prompts[header.trajectory_id.prompt_id],
-                    header=header,
-                    reward=header.reward or 0.0,
-                    text=text,
-                )
-                for header, text in zip(headers, stored, strict=True)
-            ]
+            ScoredSample(
+                prompt=prompts[header.trajectory_id.prompt_id],
+                header=header,
+                reward=header.reward or 0.0,
+                text=text,
+            )
+            for header, text in zip(headers, stored, strict=True)
         )
         samples = ScoredSamples(
             [next(made) for _ in batch.samples],

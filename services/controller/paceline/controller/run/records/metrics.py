@@ -6,13 +6,18 @@ import json
 import math
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.collect import Batch, reward_components, share_without_spread
+from paceline.controller.batch.collected_batch import (
+    Batch,
+    reward_components,
+    share_without_spread,
+    values_of_components,
+)
 from paceline.controller.verify.digests import digest_of
 from paceline.core.policy import token_ages
 from paceline.core.run_record.step_metrics import TIME
@@ -90,13 +95,10 @@ def _spread(batch: Batch) -> dict[str, float]:
 
 def _component_spread(samples: Sequence[ScoredHeader]) -> dict[str, float]:
     """Returns each component's spread, and the shares of samples at either end of its values."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for header in samples:
-        for name, value in header.components.items():
-            if "/" not in name:
-                values[name].append(value)
     metrics = {}
-    for name, of_component in sorted(values.items()):
+    for name, of_component in values_of_components(samples).items():
+        if "/" in name:
+            continue
         lowest, highest, count = min(of_component), max(of_component), len(of_component)
         metrics[f"reward/{name}/std"] = pstdev(of_component)
         metrics[f"reward/{name}/lowest_share"] = of_component.count(lowest) / count
@@ -158,7 +160,8 @@ class MetricsFile:
         Args:
             validated: the steps whose validation beside training is repeated.
         """
-        lines, kept, seen = _lines(self._path), list[str](), set[int]()
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        lines, kept, seen = text.splitlines(keepends=True), list[str](), set[int]()
         for line in (line for line in lines if line.endswith("\n")):
             step = int(json.loads(line)["step"])
             if step <= last_step and not (step in seen and step in validated):
@@ -182,10 +185,3 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
         return digest_of(line.encode())
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return list(file)

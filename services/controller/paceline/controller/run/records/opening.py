@@ -48,7 +48,8 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
             begun with other data or settings, or trainer.resume is never.
     """
     journal = Journal(run_dir / JOURNAL, clock)
-    if config.trainer.resume == "never" and _is_used(run_dir, journal):
+    has_files = any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl"))
+    if config.trainer.resume == "never" and (journal.term > 1 or has_files):
         raise ConfigError(
             f"{run_dir} holds an earlier run, and trainer.resume is never: move it away, or choose another "
             "trainer.run_dir (`paceline train` moves it aside)"
@@ -141,7 +142,3 @@ def _id_in_checkpoints(config: RunConfig, run_dir: Path) -> str:
     """Returns the id of a run of which only the checkpoints are left."""
     root = checkpoints_of(config, run_dir)
     return next((state.run_id for _, state in checkpoints.complete(root)), "")
-
-
-def _is_used(run_dir: Path, journal: Journal) -> bool:
-    return journal.term > 1 or any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl"))

@@ -21,7 +21,7 @@ def of_origins(
         prompt_id = header.trajectory_id.prompt_id
         if named := inputs.cursor.set_of(prompt_id):
             origins[f"train/{named}"][prompt_id].append(header.reward or 0.0)
-        source = source_name(prompts[prompt_id])
+        source = source_name(prompts[prompt_id].context.data_source)
         if source in inputs.sources:
             origins[f"train/source/{source}"][prompt_id].append(header.reward or 0.0)
     num_prompts = len({header.trajectory_id.prompt_id for header in samples})

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.progress import Run
 from paceline.controller.verify.digests import file_digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.controller.batch.collect import Batch, reward_components
+from paceline.controller.batch.collected_batch import Batch, reward_components
 from paceline.controller.batch.inputs import HeldOutPrompts
 from paceline.controller.run.records.metrics import episode_metrics
 from paceline.core.ids import TrajectoryId

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,7 @@ from paceline.core.samples.trajectory import SCHEMA_VERSION
 _VALIDATION = "val/"
 # Each requested set has one such metric.
 _COUNTS_PROMPTS = re.compile(r"val/([^/]+/)?num_prompts")
+_ANY_NAME = re.compile(r".*")
 
 
 class StepFiles:
@@ -41,7 +42,7 @@ class StepFiles:
         computed = dict(step.metrics)
         if step.wanted is not None:
             of_batch = step.term or term
-            check = self._file_check(run_id, step.wanted.tag, step.shapes, of_batch)
+            check = _file_check(run_id, step.wanted.tag, step.shapes, of_batch)
             name = f"step_{number:06d}.parquet"
             self._check_file(name, check, step.rows, step.saved.get(name), of_batch, step.batch)
             computed |= recomputed_metrics.of_components(check.components, "reward")
@@ -50,7 +51,7 @@ class StepFiles:
         if step.validation is not None:
             name = f"val_{number:06d}.parquet"
             computed |= self._check_answers(step.validation, name, step.saved.get(name), run_id)
-        names = _all if step.validation is None else _COUNTS_PROMPTS.fullmatch
+        names = _ANY_NAME if step.validation is None else _COUNTS_PROMPTS
         line = self._metrics.of(number)
         self._check_line(f"line of step {number}", line, computed, entry, step.term or term, names)
 
@@ -65,23 +66,17 @@ class StepFiles:
         line, what = self._metrics.of_validation(number), f"line of the validation of step {number}"
         if line is None:
             self._findings.add(Invariant.RECORD, f"metrics.jsonl lacks the {what}, which is over", entry)
-        self._check_line(what, line, computed, entry, validation.term, _COUNTS_PROMPTS.fullmatch)
+        self._check_line(what, line, computed, entry, validation.term, _COUNTS_PROMPTS)
 
     def _check_answers(
         self, validation: ValidationCheck, name: str, saved: JournalEntry | None, run_id: str
     ) -> dict[str, float]:
         """Checks a validation's file; returns the metrics that follow from it."""
         term, rows = validation.term, list(validation.rows())
-        check = self._file_check(run_id, PolicyTag.parse(validation.policy), None, term)
+        check = _file_check(run_id, PolicyTag.parse(validation.policy), None, term)
         check.own_shapes = validation.shapes()
         self._check_file(name, check, rows, saved, term, validation.entry)
         return validation.metrics() | _of_answers(validation, rows, check)
-
-    def _file_check(
-        self, run_id: str, policy: PolicyTag, shapes: Mapping[str, Shape] | None, term: Term
-    ) -> FileCheck:
-        is_same_schema = term.schema == SCHEMA_VERSION
-        return FileCheck(run_id=run_id, policy=policy, shapes=shapes or None, recomputes=is_same_schema)
 
     def _check_file(
         self,
@@ -113,10 +108,7 @@ class StepFiles:
             findings.add(Invariant.RECORD, f"{name} was changed after it was written", saved)
         findings.counts["rows in parquet files"] += num_rows
         findings.counts["digests of trajectories recomputed"] += check.num_recomputed
-        self._note_unseen(check, term)
-
-    def _note_unseen(self, check: FileCheck, term: Term) -> None:
-        unseen = self._findings.unseen
+        unseen = findings.unseen
         if check.num_without_tokens:
             unseen["tokens, masks and log-probs of rows that have none"] += check.num_without_tokens
         if term.is_recorded and not check.recomputes:
@@ -129,14 +121,14 @@ class StepFiles:
         computed: Mapping[str, float],
         entry: JournalEntry,
         term: Term,
-        may_be_strange: Callable[[str], object],
+        may_be_strange: re.Pattern[str],
     ) -> None:
         if line is None:
             return
         text, plain = line
         faults = list(recomputed_metrics.differences(plain, computed))
         if term.is_recorded:
-            names = filter(may_be_strange, plain)
+            names = filter(may_be_strange.fullmatch, plain)
             faults += recomputed_metrics.strangers(names, computed, _VALIDATION)
         if entry.get("metrics") not in (None, digest_of(text)):
             faults.append("was changed after it was written")
@@ -144,8 +136,9 @@ class StepFiles:
             self._findings.add(Invariant.RECORD, f"the {what} in metrics.jsonl {fault}", entry)
 
 
-def _all(name: str) -> bool:
-    return True
+def _file_check(run_id: str, policy: PolicyTag, shapes: Mapping[str, Shape] | None, term: Term) -> FileCheck:
+    is_same_schema = term.schema == SCHEMA_VERSION
+    return FileCheck(run_id=run_id, policy=policy, shapes=shapes or None, recomputes=is_same_schema)
 
 
 def _parts(rows: Sequence[TrajectoryRow], check: FileCheck) -> Iterator[PolicyRange]:

@@ -98,20 +98,16 @@ class FileCheck:
         return num_rows
 
     def _check_batch(self, batch: Any, rows: Sequence[TrajectoryRow], first: int) -> None:
-        columns = {n: batch.column(n).to_pylist() for n in batch.schema.names if n not in _ARRAYS}
-        arrays = {n: list(_arrays(batch.column(n))) for n in _ARRAYS if n in batch.schema.names}
-        for place, row in enumerate(rows):
-            plain = {name: values[place] for name, values in columns.items()}
+        for place, (row, (plain, arrays)) in enumerate(zip(rows, _rows_of(batch), strict=True)):
             if fault := self._scalar_fault(plain, row, first + place):
                 self.faults.append(fault)
                 return
             self._check_components(plain, row)
             self.num_sampled.append(int(plain.get("num_sampled_tokens") or 0))
-            own = {name: values[place] for name, values in arrays.items()}
-            if own.get("response_mask") is None:
-                self.num_without_tokens += 1
+            if "response_mask" in arrays:
+                self._check_tokens(plain, arrays, row)
             else:
-                self._check_tokens(plain, {n: a for n, a in own.items() if a is not None}, row)
+                self.num_without_tokens += 1
 
     def _scalar_fault(self, plain: Mapping[str, Any], row: TrajectoryRow, place: int) -> str:
         expected = {
@@ -224,12 +220,7 @@ def read_rows(path: Path, prompts: Collection[int]) -> Iterator[tuple[Mapping[st
         wanted = (*_SCALARS, *_OPTIONAL, *_DRAWN)
         present = [name for name in wanted if name in file.schema_arrow.names]
         for batch in file.iter_batches(_PORTION, columns=present, use_threads=False):
-            columns = {n: batch.column(n).to_pylist() for n in present if n not in _ARRAYS}
-            arrays = {n: list(_arrays(batch.column(n))) for n in present if n in _ARRAYS}
-            for place, prompt in enumerate(columns["prompt_id"]):
-                if prompt in prompts:
-                    own = {n: a for n, of in arrays.items() if (a := of[place]) is not None}
-                    yield {name: values[place] for name, values in columns.items()}, own
+            yield from ((plain, own) for plain, own in _rows_of(batch) if plain["prompt_id"] in prompts)
 
 
 def _ranges(row: TrajectoryRow) -> str | None:
@@ -241,6 +232,15 @@ def _contribution(value: float, shape: Shape) -> float:
     if minimum is not None:
         value = max(value, minimum)
     return weight * (value if maximum is None else min(value, maximum))
+
+
+def _rows_of(batch: Any) -> Iterator[tuple[dict[str, Any], Arrays]]:
+    """Yields the rows of a portion: single values, and those arrays that are not null, by column."""
+    columns = {n: batch.column(n).to_pylist() for n in batch.schema.names if n not in _ARRAYS}
+    arrays = {n: list(_arrays(batch.column(n))) for n in batch.schema.names if n in _ARRAYS}
+    for place in range(batch.num_rows):
+        own = {name: array for name, of in arrays.items() if (array := of[place]) is not None}
+        yield {name: values[place] for name, values in columns.items()}, own
 
 
 def _arrays(column: Any) -> Iterator[npt.NDArray[Any] | None]:

@@ -13,6 +13,7 @@ go on beside the steps (`beside`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.config.run import RunConfig
@@ -75,6 +76,7 @@ class History:
     ) -> None:
         self._on_validation_over: OnValidated = on_validated or (lambda history, check, entry: None)
         self.findings, self._config = findings, config
+        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self._on_finished: OnFinished = on_finished or (lambda history, step, number, entry: None)
         self.versions = Versions(findings)
         self.steps: dict[int, Finished] = {}
@@ -177,10 +179,8 @@ class History:
     def _on_rewind(self, entry: JournalEntry) -> None:
         to_step = int(entry["to_step"])
         if not 0 <= to_step <= self.finished:
-            self.findings.add(
-                Invariant.I2,
-                f"the run went back to step {to_step}, but only step {self.finished} is finished",
-                entry,
+            self._breach_of_i2(
+                f"the run went back to step {to_step}, but only step {self.finished} is finished", entry
             )
         self._open.rewind(to_step, self.steps)
         self.validations.beside.rewind(to_step)
@@ -204,8 +204,7 @@ class History:
             )
         if self._open.current is not None:
             wanted = self._open.current.wanted
-            self.findings.add(
-                Invariant.I2,
+            self._breach_of_i2(
                 "the run ended well while a step was not finished",
                 wanted.entry if wanted is not None else None,
                 entry,
@@ -231,9 +230,7 @@ class History:
         step, number = self._open.current, int(entry["step"])
         if step is not None and step.number == number:
             return step
-        self.findings.add(
-            Invariant.I2, f"a {entry.kind} of step {number}, which was not dispatched or is finished", entry
-        )
+        self._breach_of_i2(f"a {entry.kind} of step {number}, which was not dispatched or is finished", entry)
         return None
 
     def _on_dispatch(self, entry: JournalEntry) -> None:
@@ -244,8 +241,7 @@ class History:
             self._open.current is not None and wanted.step > self.finished + 1 and term.max_staleness > 0
         )
         if wanted.step != self.finished + 1 and not is_ahead:
-            self.findings.add(
-                Invariant.I2,
+            self._breach_of_i2(
                 f"step {wanted.step} was dispatched after step {self.finished}",
                 self._entry_of(self.finished),
                 entry,
@@ -253,7 +249,7 @@ class History:
         self.findings.counts["prompt groups dispatched"] += len(wanted.prompts)
         self.versions.check_policy(wanted.policy, f"step {wanted.step} was dispatched for", entry)
         if len(set(wanted.prompts)) != len(wanted.prompts):
-            self.findings.add(Invariant.I2, f"step {wanted.step} asks for a prompt twice", entry)
+            self._breach_of_i2(f"step {wanted.step} asks for a prompt twice", entry)
         step = self._open.dispatch(wanted, is_ahead=is_ahead)
         self._order.dispatch(wanted.step, wanted.prompts, entry)
         step.collections, step.shapes = self._dispatched(wanted), term.shapes
@@ -335,7 +331,7 @@ class History:
         training = step if step is not None and step.number == version else None
         is_new = version > max(self.versions.newest, 0) and version == self.finished + 1
         if is_new and (training is None or training.trained is None):
-            self.findings.add(Invariant.I2, f"version {version} was committed without training", entry)
+            self._breach_of_i2(f"version {version} was committed without training", entry)
         known = self.steps.get(version)
         batch = known.batch if known is not None else ""
         if training is not None:
@@ -360,7 +356,7 @@ class History:
             if self.versions.newest < 0:
                 self.findings.add(Invariant.I1, "step 0 was finished before version 0 was committed", entry)
         elif step is None or step.number != number:
-            self.findings.add(Invariant.I2, f"step {number} was finished, but not dispatched", entry)
+            self._breach_of_i2(f"step {number} was finished, but not dispatched", entry)
             step = StepHistory()
         else:
             step.check_complete(entry, self.findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,7 +10,7 @@ from typing import Any
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.journal.term import Shape, Term
-from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
+from paceline.controller.verify.rows.trajectory_row import Admissions, TrajectoryRow
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.samples.evaluation import EvaluatedAnswer, evaluate
 
@@ -79,6 +80,7 @@ class ValidationCheck:
         self, entry: JournalEntry, term: Term, findings: Findings, before: ValidationCheck | None = None
     ) -> None:
         self.entry, self.term, self._findings = entry, term, findings
+        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self.saved: JournalEntry | None = None
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
         asked = entry.get("sets") or {"": entry}
@@ -91,8 +93,7 @@ class ValidationCheck:
                 for name, shapes in self._shapes.items()
             }
         self._wanted = {prompt: of.num_samples for of in self.sets for prompt in of.prompts}
-        self._admitted: dict[TrajectoryId, JournalEntry] = {}
-        self._digests: dict[str, TrajectoryId] = {}
+        self._admitted = Admissions()
         self._dropped: set[int] = set()
 
     def admit(self, key: TrajectoryId, entry: JournalEntry) -> None:
@@ -106,21 +107,13 @@ class ValidationCheck:
                 self.entry,
                 entry,
             )
-        if key in self._admitted:
-            findings.add(Invariant.I3, f"{key} was admitted twice", self._admitted[key], entry)
-        elif (twin := self._digests.get(str(entry.get("digest")))) is not None:
-            findings.add(Invariant.I3, f"{key} has the digest of {twin}", self._admitted[twin], entry)
-        if not entry.get("digest") or entry.get("reward") is None:
-            findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
-        self._admitted.setdefault(key, entry)
-        self._digests.setdefault(str(entry.get("digest")), key)
+        self._admitted.add(key, entry, findings)
 
     def drop(self, entry: JournalEntry) -> None:
         """Notes a group without an answer."""
         prompt = int(entry["prompt"])
         if prompt not in self._wanted or not entry.get("reason"):
-            self._findings.add(
-                Invariant.I2,
+            self._breach_of_i2(
                 f"the validation of step {self.step} dropped prompt {prompt} without a reason, or without "
                 "having asked for it",
                 self.entry,
@@ -132,10 +125,9 @@ class ValidationCheck:
         """Notes prompts whose end the journal lacks; `entry` is the entry of the finished step."""
         for prompt in sorted(self._wanted.keys() - self._dropped):
             wanted = self._wanted[prompt]
-            count = sum(self._key(prompt, index) in self._admitted for index in range(wanted))
+            count = sum(self._key(prompt, index) in self._admitted.entries for index in range(wanted))
             if count != wanted:
-                self._findings.add(
-                    Invariant.I2,
+                self._breach_of_i2(
                     f"prompt {prompt} of the validation of step {self.step} has {count} of {wanted} answers",
                     self.entry,
                     entry,
@@ -143,9 +135,8 @@ class ValidationCheck:
 
     def rows(self) -> Iterator[TrajectoryRow]:
         """Yields the answers, in the order of the file."""
-        for key in sorted(self._admitted):
+        for key, entry in sorted(self._admitted.entries.items()):
             if key.prompt_id not in self._dropped:
-                entry = self._admitted[key]
                 reward = float(entry.get("reward") or 0.0)
                 yield TrajectoryRow(
                     key=key, digest=str(entry.get("digest")), reward=reward, raw_reward=reward

@@ -40,16 +40,11 @@ class Versions:
         commit = self._commits.get(version)
         return None if commit is None else commit.digest
 
-    def check_policy(self, policy: str, what: str, entry: JournalEntry) -> None:
-        """Notes a breach if `policy` is not the committed one."""
-        self._compare(self.newest, policy, what, "committed", entry)
-
-    def check_validated(self, step: int, policy: str, what: str, entry: JournalEntry) -> None:
-        """Notes a breach if `policy` is not that of a step's weights."""
-        self._compare(step, policy, what, "the step's policy", entry)
-
-    def _compare(self, version: int, policy: str, what: str, role: str, entry: JournalEntry) -> None:
-        """Notes a breach if `policy` is not the committed policy of a version, whose role is `role`."""
+    def check_policy(
+        self, policy: str, what: str, entry: JournalEntry, *, of_step: int | None = None
+    ) -> None:
+        """Notes a breach if `policy` is not the committed one, or that of the weights after `of_step`."""
+        version, role = (self.newest, "committed") if of_step is None else (of_step, "the step's policy")
         commit = self._commits.get(version)
         committed = "nothing" if commit is None else f"v{version}@{commit.digest}"
         if policy != committed:

@@ -1,10 +1,10 @@
-"""A row that a file of trajectories must have according to the journal."""
+"""Trajectories of the journal: their admissions, and the rows that files of trajectories must have."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.controller.verify.findings import JournalEntry
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag
 
@@ -21,6 +21,32 @@ class TrajectoryRow(NamedTuple):
     raw_reward: float
     policy: PolicyTag | None = None
     ranges: tuple[PolicyRange, ...] = ()
+
+
+class Admissions:
+    """The admitted trajectories of a step's collection or a validation.
+
+    Attributes:
+        entries: the first admission of each trajectory.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[TrajectoryId, JournalEntry] = {}
+        self._digests: dict[str, TrajectoryId] = {}
+
+    def add(self, key: TrajectoryId, entry: JournalEntry, findings: Findings) -> bool:
+        """Notes an admission and what is wrong with it; returns whether it is the trajectory's first one."""
+        is_new, digest = key not in self.entries, str(entry.get("digest"))
+        if not entry.get("digest") or entry.get("reward") is None:
+            findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
+        if not is_new:
+            findings.add(Invariant.I3, f"{key} was admitted twice", self.entries[key], entry)
+        elif (twin := self._digests.get(digest)) is not None:
+            # The digest also covers id and seed, so equal answers have different digests.
+            findings.add(Invariant.I3, f"{key} has the digest of {twin}", self.entries[twin], entry)
+        self.entries.setdefault(key, entry)
+        self._digests.setdefault(digest, key)
+        return is_new
 
 
 def ranges_of(entry: JournalEntry) -> tuple[PolicyRange, ...]:

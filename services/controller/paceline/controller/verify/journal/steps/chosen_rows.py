@@ -47,10 +47,9 @@ class _Listed:
     def rows(self, listed: Sequence[Sequence[Any]]) -> Iterator[BatchRow]:
         for text, given, baseline in listed:
             key = TrajectoryId.parse(text)
-            place = (key.prompt_id, key.purpose, key.sample_index)
-            if self._last is not None and place <= self._last:
+            if self._last is not None and key.place <= self._last:
                 self._breach(f"{key} is trained twice or out of order")
-            self._last = place
+            self._last = key.place
             if key not in self._samples:
                 self._breach(f"{key} was trained, but no sampling of the step kept it")
                 continue

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.rows.trajectory_row import Admissions
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.normalizing import Part, Scale, normalized, scales
@@ -64,10 +66,11 @@ class Collection:
 
     def __init__(self, wanted: Wanted, findings: Findings) -> None:
         self.wanted, self._findings = wanted, findings
+        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self.prompts = set(wanted.prompts)
         self._left_out: dict[int, JournalEntry] = {}
-        self.admitted: dict[TrajectoryId, JournalEntry] = {}
-        self._digests: dict[str, TrajectoryId] = {}
+        self._admissions = Admissions()
+        self.admitted = self._admissions.entries
         self._counts = Counter[tuple[int, str]]()
         self.verdicts = Counter[str]()
 
@@ -82,24 +85,16 @@ class Collection:
         wanted, findings = self.wanted, self._findings
         if key.step != wanted.step:
             findings.add(Invariant.I1, f"{key} was admitted in step {wanted.step}", wanted.entry, entry)
-        if not entry.get("digest") or entry.get("reward") is None:
-            findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
-        if key in self.admitted:
-            findings.add(Invariant.I3, f"{key} was admitted twice", self.admitted[key], entry)
-        elif (twin := self._digests.get(str(entry.get("digest")))) is not None:
-            # The digest also covers id and seed, so equal answers have different digests.
-            findings.add(Invariant.I3, f"{key} has the digest of {twin}", self.admitted[twin], entry)
+        is_new = self._admissions.add(key, entry, findings)
         if key.prompt_id not in self.prompts:
             findings.add(
                 Invariant.I2,
                 f"{key} was admitted, but step {wanted.step} did not ask for prompt {key.prompt_id}",
                 entry,
             )
-        if key not in self.admitted:
-            self.admitted[key] = entry
+        if is_new:
             num_wanted = wanted.counts.get(key.purpose, 0)
             self._counts[key.prompt_id, key.purpose] += int(0 <= key.sample_index < num_wanted)
-        self._digests.setdefault(str(entry.get("digest")), key)
 
     def drop(self, entry: JournalEntry) -> None:
         """Notes a prompt group that was dropped."""
@@ -111,16 +106,14 @@ class Collection:
             self._leave_out(int(prompt), "set aside", entry)
             count, wanted = self._counts[prompt, self.wanted.purpose], self.wanted.num_samples
             if count != wanted:
-                self._findings.add(
-                    Invariant.I2,
+                self._breach_of_i2(
                     f"prompt {prompt} of step {self.wanted.step} was set aside with {count} of {wanted} "
                     "samples",
                     entry,
                 )
         for prompt in entry["prompts"]:
             if prompt in self.prompts:
-                self._findings.add(
-                    Invariant.I2,
+                self._breach_of_i2(
                     f"prompt {prompt} was asked for twice in step {self.wanted.step}",
                     self.wanted.entry,
                     entry,
@@ -132,8 +125,7 @@ class Collection:
         trained = sorted(self.prompts - self._left_out.keys())
         first = len(self.wanted.prompts)
         if len(trained) > first:
-            self._findings.add(
-                Invariant.I2,
+            self._breach_of_i2(
                 f"step {self.wanted.step} trained {len(trained)} prompts, more than the {first} that it "
                 "began with",
                 self.wanted.entry,
@@ -168,8 +160,7 @@ class Collection:
         for purpose, needed in wanted.counts.items():
             count, what = self._counts[prompt, purpose], _CALLED.get(purpose, f"samples for {purpose}")
             if count != needed:
-                self._findings.add(
-                    Invariant.I2,
+                self._breach_of_i2(
                     f"prompt {prompt} of step {wanted.step} was trained with {count} of {needed} {what}",
                     wanted.entry,
                     entry,
@@ -178,19 +169,15 @@ class Collection:
     def _leave_out(self, prompt: int, how: str, entry: JournalEntry) -> None:
         step = self.wanted.step
         if not entry.get("reason"):
-            self._findings.add(
-                Invariant.I2, f"prompt {prompt} of step {step} was {how} without a reason", entry
-            )
+            self._breach_of_i2(f"prompt {prompt} of step {step} was {how} without a reason", entry)
         if prompt not in self.prompts:
-            self._findings.add(
-                Invariant.I2,
+            self._breach_of_i2(
                 f"prompt {prompt} was {how} in step {step}, which did not ask for it",
                 self.wanted.entry,
                 entry,
             )
         if prompt in self._left_out:
-            self._findings.add(
-                Invariant.I2,
+            self._breach_of_i2(
                 f"prompt {prompt} of step {step} was {how}, but was already left out",
                 self._left_out[prompt],
                 entry,

@@ -173,7 +173,7 @@ class StepHistory:
                 entry,
             )
         again = replays.rows(entry, rows, term.replay_rule)
-        trained = sorted([*rows, *again], key=_place) if again else rows
+        trained = sorted([*rows, *again], key=lambda row: row.trajectory_id.place) if again else rows
         digest = batch_digest(self.wanted.tag, trained)
         if (entry["digest"], entry["num_rows"]) != (digest, len(trained)):
             findings.add(
@@ -291,9 +291,3 @@ def plain_digest(plain: object) -> str:
 def asked_digest(wanted: Wanted) -> str:
     """Returns the digest of a step's first request."""
     return plain_digest([wanted.prompts, wanted.counts])
-
-
-def _place(row: BatchRow) -> tuple[int, str, int]:
-    """Returns the place of a row in its batch."""
-    key = row.trajectory_id
-    return key.prompt_id, key.purpose, key.sample_index
