@@ -41,11 +41,7 @@ def _scorers(path: str) -> str:
 
 
 def load_functions(reward: RewardConfig) -> None:
-    """Loads the functions of a reward; runs users' modules.
-
-    Raises:
-        ConfigError: as in `registry.load`.
-    """
+    """Loads the functions of a reward, which runs users' modules; raises what `registry.load` raises."""
     for function in reward.functions:
         registry.load(function.name, function.kwargs, group=function.group)
 

@@ -62,11 +62,7 @@ class WeightedSum:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> Self:
-        """Builds the scorers of a configuration.
-
-        Raises:
-            ConfigError: as for the class.
-        """
+        """Builds the scorers of a configuration; raises what the class raises."""
         scorers = [scorer for build in KINDS for scorer in build(settings)]
         config = settings.config
         shapes = {name: Shape.configured(scorer) for name, scorer in config.named_scorers.items()}

@@ -36,19 +36,17 @@ class RolloutServer:
 
     Args:
         on_change: called after every change of the state, for example to send a heartbeat.
+
+    Attributes:
+        standing: state, received version and policy.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._standing = RolloutStatus()
+        self.standing = RolloutStatus()
         self._parts: Parts | None = None
         self._epoch: int | None = None
         self._order_lock = asyncio.Lock()
-
-    @property
-    def standing(self) -> RolloutStatus:
-        """Returns state, received version and policy."""
-        return self._standing
 
     @property
     def in_flight(self) -> int:
@@ -77,7 +75,7 @@ class RolloutServer:
         """Joins the weight group of a membership epoch; every other rank must join at the same time."""
         async with self._order_lock:
             parts = self._ready()
-            if EnginePart.WEIGHTS in self._standing.asleep:
+            if EnginePart.WEIGHTS in self.standing.asleep:
                 raise IllegalTransitionError("a server that is asleep joins no weight group; wake it first")
             self._epoch = None
             await parts.engine.join(spec, rank_offset, parts.join_timeout_s)
@@ -88,7 +86,7 @@ class RolloutServer:
         async with self._order_lock:
             if self._epoch == epoch:
                 self._epoch = None
-                if self._standing.state is not RolloutState.DRAINING:
+                if self.standing.state is not RolloutState.DRAINING:
                     # A draining server's engine is about to end, and the group with it.
                     await self._ready().engine.leave()
 
@@ -130,8 +128,8 @@ class RolloutServer:
         """Takes a part of the engine's memory again, the weights first. ASLEEP -> STALE; may be repeated."""
         async with self._order_lock:
             parts = self._ready()
-            after = states.advance(self._standing, states.Woken(part))
-            if after is not self._standing:
+            after = states.advance(self.standing, states.Woken(part))
+            if after is not self.standing:
                 await parts.engine.wake(part)
                 self._move(states.Woken(part))
 
@@ -142,7 +140,7 @@ class RolloutServer:
             VersionMismatchError: another version was received, or none.
         """
         async with self._order_lock:
-            parts, before = self._ready(), self._standing
+            parts, before = self._ready(), self.standing
             after = states.advance(before, states.Committed(policy))
             if after is before:
                 return
@@ -156,7 +154,7 @@ class RolloutServer:
     async def forget(self) -> None:
         """Makes the server stale until the next push, because the controller lost its registration."""
         async with self._order_lock:
-            if self._standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
+            if self.standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
                 self._move(states.Forgotten())
             if self._parts is not None:
                 await self._parts.sampler.close()
@@ -176,8 +174,8 @@ class RolloutServer:
         return self._parts
 
     def _move(self, event: states.Event) -> None:
-        before, self._standing = self._standing, states.advance(self._standing, event)
-        after = self._standing
+        before, self.standing = self.standing, states.advance(self.standing, event)
+        after = self.standing
         if after == before:
             return
         if after.state is not before.state:

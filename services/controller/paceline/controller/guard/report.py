@@ -18,7 +18,7 @@ from paceline.controller.batch.collected_batch import Batch, share_without_sprea
 from paceline.controller.guard import rewards
 from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run
-from paceline.core.guard import ALLOWED_MISMATCH_KL, RULES, Action, Adjustments, Reading, worst
+from paceline.core.guard import ALLOWED_MISMATCH_KL, RULES, Action, Reading, worst
 from paceline.core.training import TrainResult
 from paceline.service.observability import metrics, telemetry
 from paceline.service.observability.metrics import Observation
@@ -44,13 +44,14 @@ class Guard:
     """Judges every step of a run and reports.
 
     Attributes:
+        policy: what its decisions follow from; its state is the guard's in a checkpoint.
         good: whether a rollback may return to the weights that the learner holds.
     """
 
     def __init__(self, run: Run) -> None:
         self._journal, self._events, config = run.journal, run.events, run.config
         self._config, self._enabled = config, config.guard.enabled
-        self._policy = self._new_policy()
+        self.policy = self._new_policy()
         self.may_roll_back = config.guard.uses(Action.ROLLBACK)
         self.good = True
         self._judged: list[Observation] = []
@@ -60,19 +61,9 @@ class Guard:
     def _new_policy(self) -> GuardPolicy:
         return GuardPolicy(self._config.guard, kl_coef=self._config.algorithm.kl_ctrl.kl_coef)
 
-    @property
-    def adjustments(self) -> Adjustments:
-        """The adjustments for the next step."""
-        return self._policy.adjustments
-
-    @property
-    def fallen(self) -> int | None:
-        """The step whose validation requires a rollback that is due; None if none does."""
-        return self._policy.fallen
-
     def scale_rates(self, step: int, lr_scale: float) -> None:
         """Sets the scale of the learning rates from a step on, as a client asked; rules go on from there."""
-        self._policy.adjustments = replace(self._policy.adjustments, lr_scale=lr_scale)
+        self.policy.adjustments = replace(self.policy.adjustments, lr_scale=lr_scale)
         self._journal.record("rates", step=step, lr_scale=lr_scale)
         self._events.notice(f"step {step}: learning rates are {lr_scale:g} of the configured, as asked")
 
@@ -81,9 +72,9 @@ class Guard:
         result, skipped = outcome.result, "; ".join(dict.fromkeys(outcome.result.skip_reasons))
         if skipped:
             self._journal.record("update_skipped", step=outcome.step, reason=skipped)
-        in_force = self._policy.adjustments
+        in_force = self.policy.adjustments
         readings = worst([*result.readings, *self._own_readings(outcome)])
-        decision = self._policy.judge(outcome.step, readings)
+        decision = self.policy.judge(outcome.step, readings)
         self._judged = [_judged(reading) for reading in readings]
         self.good = decision.good
         if skipped and not decision.firings:
@@ -97,7 +88,7 @@ class Guard:
             "guard/lr_scale": in_force.lr_scale,
             "guard/kl_scale": in_force.kl_scale,
             "guard/clip_scale": in_force.clip_scale,
-            "guard/rollbacks": float(self._policy.num_rollbacks),
+            "guard/rollbacks": float(self.policy.num_rollbacks),
         }
 
     def judge_validation(self, step: int, of_step: Mapping[str, float]) -> tuple[str, dict[str, float]]:
@@ -108,8 +99,8 @@ class Guard:
         Returns:
             Why the run must end, "" if it goes on; and the metrics that change.
         """
-        readings = list(self._policy.best.readings(step, of_step, self._config.held_out_sets))
-        decision = self._policy.judge_validation(step, readings)
+        readings = list(self.policy.best.readings(step, of_step, self._config.held_out_sets))
+        decision = self.policy.judge_validation(step, readings)
         self._judged_of_sets |= {reading.network: _judged(reading) for reading in readings}
         self.good = self.good and decision.good
         self._tell(step, decision)
@@ -127,9 +118,9 @@ class Guard:
 
     def rolled_back(self, step: int, *, to_step: int) -> None:
         """Notes that the learner holds the weights of a good checkpoint again."""
-        self._policy.rolled_back()
+        self.policy.rolled_back()
         self.good = True
-        share = self._policy.adjustments.lr_scale
+        share = self.policy.adjustments.lr_scale
         self._events.notice(
             f"step {step}: back to the weights of step {to_step}; "
             f"learning rates now {share:g} of the configured"
@@ -137,7 +128,7 @@ class Guard:
 
     def summarize(self) -> None:
         """Reports at the end how often each rule fired."""
-        tallies = self._policy.tallies
+        tallies = self.policy.tallies
         if not tallies:
             return
         rules = {
@@ -149,7 +140,7 @@ class Guard:
             }
             for key, tally in sorted(tallies.items())
         }
-        self._journal.record("guard_summary", rollbacks=self._policy.num_rollbacks, rules=rules)
+        self._journal.record("guard_summary", rollbacks=self.policy.num_rollbacks, rules=rules)
         for key, tally in sorted(tallies.items()):
             skipped = f", {tally.skipped} updates skipped" if tally.skipped else ""
             unit = "validation" if RULES[key.partition("/")[0]].of_validation else "step"
@@ -159,14 +150,10 @@ class Guard:
                 f"worst {tally.worst:.4g} in step {tally.worst_step}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the guard's state for a checkpoint."""
-        return self._policy.state_dict()
-
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned; {} stands for a new run."""
-        self._policy, self.good = self._new_policy(), True
-        self._policy.load_state_dict(state)
+        self.policy, self.good = self._new_policy(), True
+        self.policy.load_state_dict(state)
 
     def _own_readings(self, outcome: TrainedStep) -> list[Reading]:
         """Readings of the rules that the learner cannot judge."""
@@ -183,12 +170,12 @@ class Guard:
         without_spread = share_without_spread(outcome.batch.samples)
         if without_spread is not None:
             readings.append(Reading(rule="groups_without_spread", value=without_spread))
-        readings += rewards.readings(outcome.batch, self._policy.histories)
+        readings += rewards.readings(outcome.batch, self.policy.histories)
         if outcome.seconds is None:
             return readings
         rate = outcome.batch.num_tokens / outcome.seconds
-        reference = self._policy.histories.reference("throughput")
-        self._policy.histories.add("throughput", rate)
+        reference = self.policy.histories.reference("throughput")
+        self.policy.histories.add("throughput", rate)
         if reference is not None:
             readings.append(Reading(rule="throughput", value=rate, reference=reference))
         return readings

@@ -377,7 +377,7 @@ class Sequencer:
             step=self.progress.step,
             policy=str(self._policy),
             cursor=self._lookahead.cursor_after(self.progress.step),
-            guard=self._guard.state_dict(),
+            guard=self._guard.policy.state_dict(),
             good=good,
             metrics={**metrics, "timing_s/checkpoint": 0.0},
             unsure=self._first_unsure(validated),
@@ -394,7 +394,7 @@ class Sequencer:
             return None
         judged = {result.step for result in validated}
         unsure = set(self._run.journal.standing.validations) - judged
-        fallen = self._guard.fallen
+        fallen = self._guard.policy.fallen
         return min(unsure | ({fallen} if fallen is not None else set()), default=None)
 
     def _finish_saved(self, state: ControllerState) -> None:
@@ -422,7 +422,7 @@ class Sequencer:
             "metrics": digest,
             "log_position": self._lookahead.log_position_after(step),
             "cursor": self._lookahead.cursor_after(step).to_plain(),
-            "guard": self._guard.state_dict(),
+            "guard": self._guard.policy.state_dict(),
         }
         self._run.journal.record_all([*closed, finished])
         self._lookahead.finish(step)

@@ -67,7 +67,7 @@ class Epochs:
         term: int,
     ) -> None:
         self._config, self._learner, self._rollout = config, learner, rollout
-        self.expel, self._gone = expel, gone
+        self.expel, self.gone = expel, gone
         self.current: Epoch | None = None
         self._last_number = term * _NUMBERS_PER_TERM
         self._unexplained = 0
@@ -253,14 +253,10 @@ class Epochs:
         NCCL reports no error for a lost peer: without being told, the others would wait until the deadline.
         """
         try:
-            return await self.call_while_alive(member, call)
+            return await while_alive(member, call, self.gone)
         except PacelineError as error:
             if blame.is_own_failure(member, error):
                 # If the learner does not answer, its own call reports that.
                 with contextlib.suppress(PacelineError):
                     await self._learner.abandon(epoch.learner, epoch=epoch.number, lost=member.member_id)
             raise
-
-    async def call_while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet."""
-        return await while_alive(member, call, self._gone)

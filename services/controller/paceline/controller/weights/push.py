@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.controller.fleet.clients import LearnerClient, RolloutClient
+from paceline.controller.fleet.clients import LearnerClient, RolloutClient, while_alive
 from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.controller.weights.epoch import Epochs
@@ -95,7 +95,7 @@ class WeightPush:
         opened: list[float] = []
 
         async def commit(member: Member) -> bool:
-            await self.epochs.call_while_alive(member, self._rollout.commit(member, candidate.policy))
+            await while_alive(member, self._rollout.commit(member, candidate.policy), self.epochs.gone)
             opened.append(time.monotonic())
             return True
 

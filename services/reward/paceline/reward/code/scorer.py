@@ -71,10 +71,9 @@ class CodeScorer:
         """Returns one score per item, in the order of the items."""
         if not self._is_open:
             raise RewardError(f"{self._config.name}: not running", kind=RewardErrorKind.UNAVAILABLE)
-        return list(await asyncio.gather(*(self._score(item) for item in items)))
-
-    async def _score(self, item: ScoreItem) -> Score:
-        return await answered(item, self._result(item), name=self._config.name, shape=self._shape)
+        name, shape = self._config.name, self._shape
+        answers = (answered(item, self._result(item), name=name, shape=shape) for item in items)
+        return list(await asyncio.gather(*answers))
 
     async def _result(self, item: ScoreItem) -> ScoreResult:
         # In a thread, because ground truth, response and output may be large.

@@ -374,7 +374,6 @@ class FunctionPool:
         child.release()
         self.num_replaced += 1
         _log.warning("a reward process ended: %s; replacement %d", child.describe_exit(), self.num_replaced)
-        last: PacelineError | None = None
         for pause_s in _RESTART_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
@@ -382,9 +381,8 @@ class FunctionPool:
                 return
             except PacelineError as error:
                 _log.warning("a reward process could not be replaced: %s", error)
-                last = error
-        assert last is not None
-        raise last
+                if pause_s == _RESTART_PAUSES_S[-1]:
+                    raise
 
     def _on_slot_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -64,10 +64,9 @@ class JudgeScorer:
         client = self._client
         if client is None:
             raise RewardError(f"{self._config.name}: not running", kind=RewardErrorKind.UNAVAILABLE)
-        return list(await asyncio.gather(*(self._score(client, item) for item in items)))
-
-    async def _score(self, client: JudgeClient, item: ScoreItem) -> Score:
-        return await answered(item, self._grade_of(client, item), name=self._config.name, shape=self._shape)
+        name, shape = self._config.name, self._shape
+        answers = (answered(item, self._grade_of(client, item), name=name, shape=shape) for item in items)
+        return list(await asyncio.gather(*answers))
 
     async def _grade_of(self, client: JudgeClient, item: ScoreItem) -> ScoreResult:
         answer = await self._ask(client, self._question.about(item))

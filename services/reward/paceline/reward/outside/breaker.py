@@ -38,19 +38,17 @@ class Breaker:
     Args:
         peer: the service, in messages.
         notify: called with a message when it opens and when it closes.
+
+    Attributes:
+        state: whether calls are made now.
     """
 
     def __init__(self, peer: str, notify: Callable[[str], None] = to_nobody) -> None:
         self._peer, self._notify = peer, notify
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self._changed = asyncio.Event()
         self._num_failures, self._reason = 0, ""
         self._pause_s, self._opened_until = _FIRST_PAUSE_S, 0.0
-
-    @property
-    def state(self) -> BreakerState:
-        """Returns whether calls are made now."""
-        return self._state
 
     @property
     def explanation(self) -> str:
@@ -59,14 +57,14 @@ class Breaker:
 
     async def admit(self, until: float) -> bool:
         """Waits for a call's turn; returns whether it may be made. `until` is a time of `time.monotonic`."""
-        while self._state is not BreakerState.CLOSED:
+        while self.state is not BreakerState.CLOSED:
             now = time.monotonic()
-            if self._state is BreakerState.OPEN and now >= self._opened_until:
+            if self.state is BreakerState.OPEN and now >= self._opened_until:
                 self._become(BreakerState.TRYING)
                 return True
             if now >= until:
                 return False
-            end = min(until, self._opened_until) if self._state is BreakerState.OPEN else until
+            end = min(until, self._opened_until) if self.state is BreakerState.OPEN else until
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), end - now)
         return True
@@ -74,7 +72,7 @@ class Breaker:
     def succeeded(self) -> None:
         """Notes that the service answered, even if with an error."""
         self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
-        if self._state is not BreakerState.CLOSED:
+        if self.state is not BreakerState.CLOSED:
             _log.info("%s answers again", self._peer)
             self._notify(f"{self._peer} answers again")
             self._become(BreakerState.CLOSED)
@@ -82,9 +80,9 @@ class Breaker:
     def failed(self, reason: str) -> None:
         """Notes that the service did not answer."""
         self._num_failures, self._reason = self._num_failures + 1, reason
-        trying = self._state is BreakerState.TRYING
+        trying = self.state is BreakerState.TRYING
         # Calls that were under way when it opened add no information.
-        if self._state is BreakerState.OPEN or (self._num_failures < _LIMIT and not trying):
+        if self.state is BreakerState.OPEN or (self._num_failures < _LIMIT and not trying):
             return
         if not trying:
             self._notify(f"{self.explanation}; items for it wait, and single calls try it")
@@ -95,10 +93,10 @@ class Breaker:
 
     def called_off(self) -> None:
         """Notes that the call was cancelled, so another one may try."""
-        if self._state is BreakerState.TRYING:
+        if self.state is BreakerState.TRYING:
             self._become(BreakerState.OPEN)
 
     def _become(self, state: BreakerState) -> None:
-        self._state = state
+        self.state = state
         self._changed.set()
         self._changed = asyncio.Event()

@@ -123,11 +123,7 @@ class RemoteScorer:
 
     @classmethod
     def services(cls, settings: ScorerSettings) -> list[Self]:
-        """Returns one scorer per service, not shaped.
-
-        Raises:
-            ConfigError: as in `configured`.
-        """
+        """Returns one scorer per service, not shaped; raises what `configured` raises."""
         return [cls(_options(service, settings), settings.notify) for service in settings.config.services]
 
     @property

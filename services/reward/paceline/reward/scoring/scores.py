@@ -80,6 +80,8 @@ def score_of(
 ) -> Score:
     """Converts a scorer's answer about an item, or its error, to a score; clips and weights the reward."""
     try:
+        if isinstance(result, PacelineError):
+            raise result
         reward, components = _shaped(item, result, name, shape)
         placed = _placed(item, result, shape)
     except PacelineError as error:
@@ -109,11 +111,9 @@ async def answered(item: ScoreItem, answer: Awaitable[ScoreResult], *, name: str
     return score_of(item, result, name=name, shape=shape, seconds=time.monotonic() - started)
 
 
-def _placed(
-    item: ScoreItem, result: ScoreResult | PacelineError, shape: Shape
-) -> tuple[tuple[int, float], ...]:
+def _placed(item: ScoreItem, result: ScoreResult, shape: Shape) -> tuple[tuple[int, float], ...]:
     """Returns the weighted parts; the difference that clipping makes belongs to the response's end."""
-    pairs = () if isinstance(result, PacelineError) else result.placed
+    pairs = result.placed
     if len(pairs) > MAX_PLACED or any(not 0 < end <= len(item.response) for end, _ in pairs):
         raise RewardError(
             f"the answer places over {MAX_PLACED} parts of its reward, or one outside the response of "
@@ -135,11 +135,7 @@ def _placed(
     return placed
 
 
-def _shaped(
-    item: ScoreItem, result: ScoreResult | PacelineError, name: str, shape: Shape
-) -> tuple[float, dict[str, float]]:
-    if isinstance(result, PacelineError):
-        raise result
+def _shaped(item: ScoreItem, result: ScoreResult, name: str, shape: Shape) -> tuple[float, dict[str, float]]:
     if result.reward is None:
         kind, text = split_error(result.error or "")
         raise RewardError(text, kind=kind)

@@ -79,11 +79,7 @@ class Shape:
         return self.weight * factor
 
     def contribution(self, value: float, item: ScoreItem) -> float:
-        """Returns the summand for a value; infinite if it overflows.
-
-        Raises:
-            RewardError: as in `weight_of`.
-        """
+        """Returns the summand for a value, infinite if it overflows; raises what `weight_of` raises."""
         return self.weight_of(item) * self.clipped(value)
 
     def clipped(self, value: float) -> float:

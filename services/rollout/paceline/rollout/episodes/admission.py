@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 
@@ -63,15 +63,8 @@ class Ledger:
         return entered
 
 
-class AdmittedConversation:
-    """Stands for a conversation that was admitted."""
-
-    def __init__(self, admission: AdmissionControl, key: int) -> None:
-        self._admission, self._key = admission, key
-
-    def grow(self, num_tokens: int) -> None:
-        """Notes that the conversation has this many tokens now."""
-        self._admission.grow(self._key, num_tokens)
+Grow = Callable[[int], None]
+"""Notes the number of tokens that an admitted conversation has now."""
 
 
 class AdmissionControl:
@@ -92,8 +85,10 @@ class AdmissionControl:
         return self._ledger.num_waiting > 0
 
     @contextlib.asynccontextmanager
-    async def entered(self, num_tokens: int) -> AsyncIterator[AdmittedConversation]:
+    async def entered(self, num_tokens: int) -> AsyncIterator[Grow]:
         """Admits a conversation for the duration; the caller's deadline bounds the wait.
+
+        The block gets the function that notes how long the conversation has become.
 
         Args:
             num_tokens: number of tokens of its prompt and the longest first answer.
@@ -104,14 +99,10 @@ class AdmissionControl:
         try:
             self._call(self._ledger.ask(key, num_tokens))
             await entered.wait()
-            yield AdmittedConversation(self, key)
+            yield lambda num_tokens: self._call(self._ledger.grow(key, num_tokens))
         finally:
             del self._entered[key]
             self._call(self._ledger.leave(key))
-
-    def grow(self, key: int, num_tokens: int) -> None:
-        """Notes the current number of tokens of the conversation."""
-        self._call(self._ledger.grow(key, num_tokens))
 
     def _call(self, keys: list[int]) -> None:
         for key in keys:

@@ -14,7 +14,7 @@ from paceline.core.errors import ModelError
 from paceline.core.samples.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer, load_tokenizer, stop_token_ids
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
-from paceline.rollout.episodes.admission import AdmissionControl, AdmittedConversation
+from paceline.rollout.episodes.admission import AdmissionControl, Grow
 from paceline.rollout.episodes.agents.drive import drive_episode
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import (
@@ -101,16 +101,14 @@ class Episodes:
         # The samples of a group share their prompt's keys and values, so the prompt counts only for the
         # first.
         own = len(group.prompt_token_ids) if index == 0 else 0
-        async with self._admission.entered(own + self._rules.limits.max_turn_tokens) as admitted:
-            return await self._attempts(group, index, serial, slot, admitted)
+        async with self._admission.entered(own + self._rules.limits.max_turn_tokens) as grow:
+            return await self._attempts(group, index, serial, slot, grow)
 
-    async def _attempts(
-        self, group: PromptGroup, index: int, serial: str, slot: Slot, admitted: AdmittedConversation
-    ) -> Draw:
+    async def _attempts(self, group: PromptGroup, index: int, serial: str, slot: Slot, grow: Grow) -> Draw:
         for retry in itertools.count():
             session = self._environment.session(EpisodeTask.of(group, index, self._next_attempt()))
             try:
-                drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", admitted)
+                drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", grow)
                 slot.end()
                 return drawn
             except EnvironmentLostError as error:
@@ -128,12 +126,12 @@ class Episodes:
         session: Session,
         slot: Slot,
         serial: str,
-        admitted: AdmittedConversation,
+        grow: Grow,
     ) -> Draw:
         async def generate(request: SampleRequest) -> Sample:
             sample = await self._generate(group, request)
             shared = len(group.prompt_token_ids) if index else 0
-            admitted.grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
+            grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
             return sample
 
         attempt = AttemptParts(

@@ -221,7 +221,7 @@ class Verbs:
             if is_over:
                 # The trajectories are in the log, but the policy is gone.
                 return await parts.collector.collect(order, refill, is_over=lambda: True)
-            async with parts.ahead.during(order, parts.guard.adjustments) as watch:
+            async with parts.ahead.during(order, parts.guard.policy.adjustments) as watch:
                 collection = parts.collector.collect(order, refill, watch=watch)
                 return await parts.publication.to_newcomers(self._committed, collection)
 
@@ -276,7 +276,7 @@ class Verbs:
                 step=self.number,
                 policy=self._policy,
                 rows=merged(rows, again.rows) if again.rows else rows,
-                adjustments=parts.guard.adjustments,
+                adjustments=parts.guard.policy.adjustments,
             )
             journal.record(
                 "batch",

@@ -18,11 +18,7 @@ SLACK: Final = 8
 
 
 def server_arguments(config: RunConfig, *, on_cpu: bool, load_format: str = "dummy") -> dict[str, Any]:
-    """Returns the keyword arguments of SGLang's ServerArgs.
-
-    Raises:
-        ConfigError: as in `refusals.check`.
-    """
+    """Returns the keyword arguments of SGLang's ServerArgs; raises what `refusals.check` raises."""
     refusals.check(config)
     rollout = config.rollout
     arguments: dict[str, Any] = {

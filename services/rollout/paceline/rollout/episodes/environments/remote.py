@@ -112,11 +112,7 @@ class RemoteEnvironment:
             log.info("%s: %s, up to %d episodes", self._peer, description.name, description.max_episodes)
 
     async def describe(self) -> pb.EnvironmentDescription:
-        """Asks for the service's description, with a deadline of a few seconds.
-
-        Raises:
-            PacelineError: as in `channels.call`.
-        """
+        """Asks for the service's description, for a few seconds; raises what `channels.call` raises."""
         if self._channel is None:
             self._channel = channels.connect(
                 self._options.address, credentials=self._options.credentials, role="environment"

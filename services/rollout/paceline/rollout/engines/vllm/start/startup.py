@@ -44,13 +44,10 @@ def prepare(config: RunConfig) -> BaseContext | None:
 def build(
     config: RunConfig, load_format: str, worker_extension: str | None, context: BaseContext | None
 ) -> Any:
-    """Returns the AsyncLLM; blocks until its processes are up.
+    """Returns the AsyncLLM; blocks until its processes are up, and raises what `VllmEngine.start` says.
 
     Raises:
-        EnvironmentLackError: vLLM is not installed.
-        ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
-        ModelError: the engine does not start with this model and configuration.
-        FailedStartError: one of the engine's processes was killed, or the GPU's memory changed under it.
+        FailedStartError: also if the GPU's memory changed under the engine.
     """
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
