@@ -161,7 +161,7 @@ class ValidationBeside(Validation):
         for under_way in self._all:
             has_failed = under_way.task.done() and under_way.task.exception() is not None
             if has_failed or standing.validations.get(under_way.step) != str(under_way.policy):
-                await _cancel(under_way.task)
+                await cancel(under_way.task)
             else:
                 kept[under_way.step] = under_way
         self._ended, self._over, self._current = [], [], None
@@ -181,7 +181,7 @@ class ValidationBeside(Validation):
     async def close(self) -> None:
         """Ends the validations under way; another controller can go on with them."""
         for under_way in self._all:
-            await _cancel(under_way.task)
+            await cancel(under_way.task)
 
     @property
     def _all(self) -> list[_UnderWay]:
@@ -319,13 +319,9 @@ class ValidationBeside(Validation):
         await under_way.collector.dispatcher.lend(rest)
 
     async def _give_up(self, under_way: _UnderWay, reason: str) -> None:
-        await _cancel(under_way.task)
+        await cancel(under_way.task)
         self._over = [other for other in self._over if other is not under_way]
         if self._current is under_way:
             self._current, self._publication.validated = None, None
         self._skip(under_way.step, reason)
         await under_way.collector.mailboxes.purge()
-
-
-async def _cancel(task: asyncio.Task[ValidationResult]) -> None:
-    await cancel(task)
