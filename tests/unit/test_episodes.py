@@ -17,7 +17,7 @@ from paceline.rollout.episodes.environment import EnvironmentLostError, Opening
 from paceline.rollout.episodes.loop import Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.tools import calls
-from paceline.rollout.episodes.tools.tool_pool import ToolLimits, ToolPool
+from paceline.rollout.episodes.tools.tool_pool import ToolPool
 from paceline.service.children.process import ChildProcess
 from support.episodes import END, Echo, Script, call, episodes, group, ids, text
 
@@ -60,7 +60,9 @@ async def draw(
 async def tools(*names: str, call_s: float = 5.0, memory_mib: int = 2048) -> AsyncIterator[ToolPool]:
     pool = ToolPool(
         [f"{TOOLS}:{name}" for name in names],
-        ToolLimits(call_s=call_s, memory_bytes=memory_mib * 2**20, num_processes=1),
+        call_s=call_s,
+        memory_bytes=memory_mib * 2**20,
+        num_processes=1,
     )
     try:
         await pool.start()
@@ -310,7 +312,7 @@ async def test_an_abandoned_call_leaves_a_process_for_the_next() -> None:
     ],
 )
 async def test_what_is_no_tool_is_refused(reference: str, fault: str) -> None:
-    pool = ToolPool([reference], ToolLimits(call_s=1.0, memory_bytes=2**31, num_processes=1))
+    pool = ToolPool([reference], call_s=1.0, memory_bytes=2**31, num_processes=1)
     if not fault:
         await pool.start()
         assert pool.call_names == ["getpid"]

@@ -210,11 +210,9 @@ class Consumer:
             except InvalidMessageError as error:
                 answers[entry.entry_id] = [self._refusal(entry, error)]
                 continue
-            if isinstance(decoded, TrajectoryHeader):
-                headers[entry.entry_id] = (decoded,)
-            else:
-                headers[entry.entry_id] = decoded
+            if isinstance(decoded, tuple):
                 groups.add(entry.entry_id)
+            headers[entry.entry_id] = decoded if isinstance(decoded, tuple) else (decoded,)
         scored = await self._scored_entries(headers, groups)
         seconds = time.monotonic() - started
         deliveries = {entry.entry_id: entry.deliveries for entry in entries}

@@ -75,11 +75,6 @@ class _Collection:
         self.first_arrival: float | None = None
         self.last: ScoredHeader | None = None
 
-    def stand_still(self, seconds: float) -> None:
-        """Extends the deadlines by the time of a wait for services."""
-        self.began += seconds
-        self.last_progress += seconds
-
     def batch(self) -> Batch:
         """Returns the batch of the closed barrier."""
         ended, barrier, last = time.monotonic(), self.barrier, self.last
@@ -369,7 +364,9 @@ class Collector:
         began = time.monotonic()
         await self._wait_for_services()
         now = time.monotonic()
-        collection.stand_still(now - began)
+        # The wait extends the collection's deadlines.
+        collection.began += now - began
+        collection.last_progress += now - began
         if now - collection.last_entry > _CHECK_S:
             collection.last_entry = now
             await self.mailboxes.check()

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,7 +51,11 @@ class HeldOutPrompts:
 
     def sources(self) -> dict[str, set[int]]:
         """Returns the prompts of each data source by its name; {} if metrics leave them out."""
-        return _by_source({i: self.prompts.prompts[i] for i in self.ids()})
+        by_source: dict[str, set[int]] = {}
+        for prompt_id in self.ids():
+            context = self.prompts.prompts[prompt_id].context
+            by_source.setdefault(source_name(context.data_source), set()).add(prompt_id)
+        return dict(sorted(by_source.items())) if _tells_apart(by_source) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +162,6 @@ def source_name(source: str) -> str:
 def _tells_apart(sources: Sized) -> bool:
     """Returns whether metrics by source are useful: there are several sources, but not too many."""
     return 1 < len(sources) <= _MOST_SOURCES
-
-
-def _by_source(prompts: Mapping[int, Prompt]) -> dict[str, set[int]]:
-    """Returns the ids of each source; {} if there is only one source, or too many for metrics."""
-    by_source: dict[str, set[int]] = {}
-    for prompt_id, prompt in prompts.items():
-        by_source.setdefault(source_name(prompt.context.data_source), set()).add(prompt_id)
-    return dict(sorted(by_source.items())) if _tells_apart(by_source) else {}
 
 
 def _check_episodes(config: RunConfig, prompts: PromptSet) -> None:

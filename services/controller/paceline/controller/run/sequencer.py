@@ -205,16 +205,15 @@ class Sequencer:
         trainer, standing = self._config.trainer, self._run.journal.standing
         if standing.finished < 0:
             await self._start()
-        while standing.finished < trainer.num_steps and not self._may_stop(standing.finished):
+        # A requested stop loses nothing once the finished step is saved.
+        while standing.finished < trainer.num_steps and not (
+            self.progress.stop_reason and self._saved == standing.finished
+        ):
             await self._let_go(standing.finished)
             self.progress.step = standing.finished + 1
             with span("step", attributes={"paceline.step": self.progress.step}):
                 await self._step()
         await self._checkpoints.written()
-
-    def _may_stop(self, finished: int) -> bool:
-        """Returns whether a stop was requested, and nothing would be lost by it."""
-        return bool(self.progress.stop_reason) and self._saved == finished
 
     async def _let_go(self, finished: int) -> None:
         """Lets members end that were told to end, but stayed until the step was finished.

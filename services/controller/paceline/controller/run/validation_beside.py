@@ -169,9 +169,11 @@ class ValidationBeside(Validation):
         for step, policy in sorted(standing.validations.items()):
             if step in kept:
                 self._advance(kept[step])
-            elif step <= standing.finished or self._is_held(PolicyTag.parse(policy)):
-                sets = sets_after(self._run, self._inputs, step)
-                await self._begin(step, PolicyTag.parse(policy), sets)
+                continue
+            tag, publication = PolicyTag.parse(policy), self._publication
+            is_there = publication.is_held_for_validation(tag) or publication.is_served(tag)
+            if step <= standing.finished or is_there:
+                await self._begin(step, tag, sets_after(self._run, self._inputs, step))
         # Servers have one version each: the others must have been answered before.
         for under_way in [of for of in self._over if not of.task.done()]:
             await asyncio.wait([under_way.task], timeout=_READ_AGAIN_S)
@@ -258,9 +260,6 @@ class ValidationBeside(Validation):
         await collector.dispatcher.lend(replace(order, prompts=shares[1]))
 
     # --- waiting, and servers that are gone
-
-    def _is_held(self, policy: PolicyTag) -> bool:
-        return self._publication.is_held_for_validation(policy) or self._publication.is_served(policy)
 
     def _is_answered(self, under_way: _UnderWay) -> bool:
         """Returns whether there is a server that answers the validation's prompts."""

@@ -31,7 +31,7 @@ from paceline.rollout.episodes.loop import AttemptParts, EpisodeRules, Slot, run
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.states import EpisodeLimits
 from paceline.rollout.episodes.tools import calls
-from paceline.rollout.episodes.tools.tool_pool import ToolLimits, ToolPool
+from paceline.rollout.episodes.tools.tool_pool import ToolPool
 from paceline.service.identity.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -184,12 +184,12 @@ def environment_of(
             service, turn_s=config.request_timeout_s, credentials=credentials
         )
         return RemoteEnvironment(options)
-    limits = ToolLimits(
+    return ToolPool(
+        config.rollout.tools,
         call_s=episode.step_s,
         memory_bytes=episode.tool_memory_mib * 2**20,
         num_processes=episode.tool_processes,
     )
-    return ToolPool(config.rollout.tools, limits)
 
 
 def load_rules(config: RunConfig, model: ModelConfig) -> EpisodeRules:

@@ -104,13 +104,7 @@ class Link:
         await self._unless_ended(self._requests.send(msgpack_encode(message)), "sending a request", GRACE_S)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Reply]:
-        """Calls a method on every rank; returns the replies by rank.
-
-        Raises:
-            DeadlineError: the engine did not answer; or a rank reports that a peer did not.
-            PeerLostError: the engine died; or a rank reports that a peer did.
-            ModelError, WeightSyncError: a rank reports one.
-        """
+        """Calls a method on every rank; returns replies and raises as `RankedEngine.call_workers` does."""
         from sglang.srt.managers.io_struct import RpcReqInput, msgpack_decode, msgpack_encode
 
         packed = base64.b64encode(msgpack.packb([method, args])).decode()

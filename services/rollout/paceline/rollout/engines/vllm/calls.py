@@ -18,16 +18,11 @@ T = TypeVar("T")
 
 
 async def call_workers(llm: Any, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
-    """Returns every rank's reply, by rank.
+    """Returns every rank's reply, by rank; raises as `RankedEngine.call_workers` does.
 
     Args:
         args: plain values (int, float, str, bytes, list, dict).
         timeout_s: deadline of the workers.
-
-    Raises:
-        DeadlineError: the engine did not answer; or a rank reports that a peer did not.
-        PeerLostError: the engine died; or a rank reports that a peer did.
-        ModelError, WeightSyncError: a rank reports one.
     """
     allowed_s = timeout_s + GRACE_S
     call = llm.collective_rpc(method, timeout=allowed_s, args=args)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.core.errors import PacelineError, ProtocolError
 from paceline.core.samples.chat import Message, ToolCall, ToolSpec
@@ -29,24 +28,20 @@ log = logging.getLogger(__name__)
 CHILD_MODULE = "paceline.rollout.episodes.tools.tool_child"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolLimits:
-    """The limits of every call, and the number of processes."""
-
-    call_s: float
-    memory_bytes: int
-    num_processes: int
-
-
 class ToolPool:
     """An `EpisodeEnvironment` whose episodes end with the first turn without a tool call; it gives no reward.
 
     Args:
         references: `module:function` or `path/to/file.py:function`.
+        call_s: longest time of a call in seconds.
+        memory_bytes: most memory of a process.
     """
 
-    def __init__(self, references: Sequence[str], limits: ToolLimits) -> None:
-        self._references, self._limits = tuple(references), limits
+    def __init__(
+        self, references: Sequence[str], *, call_s: float, memory_bytes: int, num_processes: int
+    ) -> None:
+        self._references, self._call_s = tuple(references), call_s
+        self._limits, self._num_processes = ChildLimits(memory_bytes=memory_bytes), num_processes
         self._idle: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._children: set[ChildProcess] = set()
         self._specs: tuple[ToolSpec, ...] = ()
@@ -66,7 +61,7 @@ class ToolPool:
         child = await self._start_child()
         self._specs = tuple(ToolSpec(**spec) for spec in child.description)
         self._idle.put_nowait(child)
-        for _ in range(self._limits.num_processes - 1):
+        for _ in range(self._num_processes - 1):
             self._idle.put_nowait(None)
 
     async def close(self) -> None:
@@ -105,13 +100,13 @@ class ToolPool:
             ) from error
         is_sound, began = False, time.monotonic()
         try:
-            async with asyncio.timeout(self._limits.call_s):
+            async with asyncio.timeout(self._call_s):
                 await child.send(frame)
                 is_ok, text = await child.receive()
             is_sound = True
             answer = str(text) if is_ok else f"error: {text}"
         except TimeoutError:
-            answer = f"error: the tool did not answer within {self._limits.call_s:g} s"
+            answer = f"error: the tool did not answer within {self._call_s:g} s"
         except (EOFError, ConnectionError, ProtocolError, ValueError, TypeError):
             await self._end(child)
             answer = f"error: the tool's process ended: {child.describe_exit()}"
@@ -129,7 +124,7 @@ class ToolPool:
             setup,
             role="tool",
             imports=", ".join(self._references),
-            limits=ChildLimits(memory_bytes=self._limits.memory_bytes),
+            limits=self._limits,
         )
         self._children.add(child)
         return child
