@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 
@@ -46,15 +46,13 @@ _WIND_UP_S = 5.0
 _FINISH_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Servicers:
-    score: RewardServicer
-    gateway: GatewayServicer
+_Servicers = tuple[RewardServicer, GatewayServicer]
 
 
 def _add_to_server(servicers: _Servicers, server: grpc.aio.Server) -> None:
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicers.score, server)
-    reward_pb2_grpc.add_RewardGatewayServicer_to_server(servicers.gateway, server)
+    reward, gateway = servicers
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(reward, server)
+    reward_pb2_grpc.add_RewardGatewayServicer_to_server(gateway, server)
 
 
 class RewardApp:
@@ -67,7 +65,7 @@ class RewardApp:
 
     async def run(self) -> None:
         """Serves until the run is over or a signal comes."""
-        servicers = _Servicers(RewardServicer(), GatewayServicer())
+        servicers = RewardServicer(), GatewayServicer()
         registration = await self._session.join(_add_to_server, servicers, self._report)
         work = self._session.spawn("work", self._work(registration, servicers))
         try:
@@ -117,8 +115,9 @@ class RewardApp:
             teacher=teacher,
         )
         self._session.context.defer("attached clients", lambda: self._let_go(scorer.attached))
-        servicers.score.scorer, servicers.score.has_groups = scorer, config.scores_groups
-        servicers.gateway.gateways = {attached.names[0]: attached.gateway for attached in scorer.attached}
+        reward, gateway = servicers
+        reward.scorer, reward.has_groups = scorer, config.scores_groups
+        gateway.gateways = {attached.names[0]: attached.gateway for attached in scorer.attached}
         self._state = RewardState.SERVING
         self._session.poke()
         _log.info("serving")

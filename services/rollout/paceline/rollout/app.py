@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 import grpc
 
@@ -43,15 +42,12 @@ _ENVIRONMENT_SHUTDOWN_S = 5.0
 _FINISH_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Servicers:
-    rollout: RolloutServicer
-    attached: EnvironmentGatewayServicer
-
-
-def _add_to_server(servicers: _Servicers, server: grpc.aio.Server) -> None:
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicers.rollout, server)
-    environment_pb2_grpc.add_EnvironmentGatewayServicer_to_server(servicers.attached, server)
+def _add_to_server(
+    servicers: tuple[RolloutServicer, EnvironmentGatewayServicer], server: grpc.aio.Server
+) -> None:
+    rollout, attached = servicers
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
+    environment_pb2_grpc.add_EnvironmentGatewayServicer_to_server(attached, server)
 
 
 class RolloutApp:
@@ -66,7 +62,7 @@ class RolloutApp:
         """Serves until the run is over or the process is told to stop."""
         registration = await self._session.join(
             _add_to_server,
-            _Servicers(RolloutServicer(self._server), self._attached),
+            (RolloutServicer(self._server), self._attached),
             self._report,
             on_reregistered=self._reregistered,
         )

@@ -12,7 +12,8 @@ complete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from paceline.broker import names
 from paceline.broker.base import Broker
@@ -20,6 +21,8 @@ from paceline.broker.log import is_after, read_all
 from paceline.core.errors import InvalidMessageError, LostDataError
 from paceline.core.samples.trajectory import Float32Array, ScoredHeader, Trajectory
 from paceline.wire import decode_log_probs, decode_scored, decode_trajectory
+
+T = TypeVar("T")
 
 _OWN_SERVER = "the run's own server"
 
@@ -117,13 +120,16 @@ class Mailboxes:
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
         """Returns the samples' tokens and log-probs; None if they are gone."""
         blobs = await self._broker.get_blobs([header.blob_key for header in headers])
-        return await asyncio.to_thread(lambda: [_decoded(blob) for blob in blobs])
+        return await asyncio.to_thread(lambda: [_decoded(decode_trajectory, blob) for blob in blobs])
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
         """Returns the learner's log-probs of the sampled tokens; None if it has stored none."""
         keys = [names.learner_log_probs(header.blob_key) for header in headers]
         blobs = await self._broker.get_blobs(keys)
-        return [_log_probs(blob, header) for blob, header in zip(blobs, headers, strict=True)]
+        return [
+            _decoded(decode_log_probs, blob, header.num_response_tokens)
+            for blob, header in zip(blobs, headers, strict=True)
+        ]
 
     async def _server(self) -> bytes:
         return (_OWN_SERVER if self._own_server else await self._broker.incarnation()).encode()
@@ -159,16 +165,10 @@ class ValMailboxes(Mailboxes):
         await self._broker.delete_streams([self.scored, self._prompts])
 
 
-def _decoded(blob: bytes | None) -> Trajectory | None:
+def _decoded(decode: Callable[..., T], blob: bytes | None, *args: int) -> T | None:
+    """Returns the content of a blob; None if it is gone or cannot be read."""
     try:
-        return None if blob is None else decode_trajectory(blob)
-    except InvalidMessageError:
-        return None
-
-
-def _log_probs(blob: bytes | None, header: ScoredHeader) -> Float32Array | None:
-    try:
-        return None if blob is None else decode_log_probs(blob, header.num_response_tokens)
+        return None if blob is None else decode(blob, *args)
     except InvalidMessageError:
         return None
 

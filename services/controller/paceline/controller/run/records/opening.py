@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import Inputs
@@ -27,21 +27,14 @@ log = logging.getLogger(__name__)
 JOURNAL = "events.jsonl"
 
 
-class OpenedRun(NamedTuple):
-    """A run that begins or goes on.
-
-    Attributes:
-        journal: the journal, to which the event `run` was written.
-        notices: sentences for people on how the run was resumed.
-    """
-
-    journal: Journal
-    run_id: str
-    notices: list[str]
-
-
-def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> OpenedRun:
+def open_run(
+    run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock
+) -> tuple[Journal, str, list[str]]:
     """Opens the journal and begins a term.
+
+    Returns:
+        The journal, to which the event `run` was written; the run's id; and sentences for people on how the
+        run was resumed.
 
     Raises:
         ConfigError: another controller works in this directory, or its run may not be resumed, because it was
@@ -62,7 +55,7 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
     earlier = standing.code
     begin_term(journal, run_id, config, inputs)
     log.info("controller number %d of run %s: %s", journal.term, run_id, standing)
-    return OpenedRun(journal, run_id, list(_changes(earlier, journal.standing.code)))
+    return journal, run_id, list(_changes(earlier, journal.standing.code))
 
 
 def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs) -> None:

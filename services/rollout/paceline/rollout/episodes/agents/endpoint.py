@@ -119,11 +119,9 @@ class AgentEndpoint:
         tls: TLS files for https; None: http.
     """
 
-    def __init__(
-        self, *, host: str, port: int = 0, advertise: str = "", model: str = "policy", tls: TlsFiles | None
-    ) -> None:
+    def __init__(self, *, host: str, port: int = 0, advertise: str = "", tls: TlsFiles | None) -> None:
         self._host, self._port, self._advertise = host, port, advertise or host
-        self.model, self._tls = model, tls
+        self.model, self._tls = "policy", tls
         self._inboxes: dict[str, EpisodeInbox] = {}
         self._runner: web.AppRunner | None = None
         self._base_url = ""
