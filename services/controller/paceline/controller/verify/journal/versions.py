@@ -6,6 +6,7 @@ was trained on a GPU, where the same batch need not give the same bits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
@@ -30,6 +31,7 @@ class Versions:
 
     def __init__(self, findings: Findings) -> None:
         self._findings, self.repeatable = findings, True
+        self._breach_of_i4 = functools.partial(findings.add, Invariant.I4)
         self._commits: dict[int, Commit] = {}
         self._void: dict[int, Commit] = {}
         self._went_back: dict[int, JournalEntry] = {}
@@ -58,10 +60,8 @@ class Versions:
     def check_newcomers(self, entry: JournalEntry) -> None:
         """Checks a push to servers that came in mid-step."""
         if entry["version"] != self.newest:
-            self._findings.add(
-                Invariant.I4,
-                f"newcomers got version {entry['version']}, but {self.newest} is committed",
-                entry,
+            self._breach_of_i4(
+                f"newcomers got version {entry['version']}, but {self.newest} is committed", entry
             )
 
     def restart(self) -> None:
@@ -90,20 +90,14 @@ class Versions:
         earlier, void = self._commits.get(version), self._void.get(version)
         expected = self.newest + 1 if self._commits else due
         if earlier is None and version != expected:
-            self._findings.add(
-                Invariant.I4, f"version {version} was committed where {expected} is due", entry
-            )
+            self._breach_of_i4(f"version {version} was committed where {expected} is due", entry)
         if earlier is not None and earlier.digest != digest:
-            self._findings.add(
-                Invariant.I4,
-                f"version {version} was committed as {earlier.digest} and as {digest}",
-                earlier.entry,
-                entry,
+            self._breach_of_i4(
+                f"version {version} was committed as {earlier.digest} and as {digest}", earlier.entry, entry
             )
         self._check_rollback(version, digest, entry)
         if void is not None and self.repeatable and void.batch == batch and void.digest != digest:
-            self._findings.add(
-                Invariant.I4,
+            self._breach_of_i4(
                 f"version {version} was committed as {void.digest} before a rewind and as {digest} after it, "
                 "from the same batch",
                 void.entry,
@@ -120,8 +114,7 @@ class Versions:
         rollback = self._went_back.get(version)
         source = self._commits.get(int(rollback["to_step"])) if rollback is not None else None
         if rollback is not None and source is not None and source.digest != digest:
-            self._findings.add(
-                Invariant.I4,
+            self._breach_of_i4(
                 f"version {version} is a rollback to {rollback['to_step']}, which was committed as "
                 f"{source.digest}, but has {digest}",
                 rollback,
