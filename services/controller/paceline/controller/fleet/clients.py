@@ -147,6 +147,7 @@ class _Client:
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, T],
         request: _Request,
         phase: str,
+        *,
         timeout_s: float,
     ) -> T:
         calling = call(method, request, timeout_s=timeout_s, phase=phase, peer=member.member_id)
@@ -159,7 +160,9 @@ class LearnerClient(_Client):
     async def describe(self, member: Member) -> LearnerWeights:
         """Asks for the learner's layouts and for its rendezvous."""
         request = learner_pb2.DescribeLearnerWeightsRequest()
-        reply = await self._call(member, self._to(member).DescribeWeights, request, "FORMING", self._quick_s)
+        reply = await self._call(
+            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._quick_s
+        )
         return LearnerWeights(
             layouts=Sharding.from_bytes(reply.sharding),
             store_host=reply.store_host,
@@ -170,12 +173,14 @@ class LearnerClient(_Client):
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
         request = learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec)
-        await self._call(member, self._to(member).JoinWeightGroup, request, "FORMING", self._join_s)
+        await self._call(member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._join_s)
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
         request = learner_pb2.PublishWeightsRequest(epoch=epoch, version=version)
-        reply = await self._call(member, self._to(member).PublishWeights, request, "PUBLISH", self._push_s)
+        reply = await self._call(
+            member, self._to(member).PublishWeights, request, "PUBLISH", timeout_s=self._push_s
+        )
         receipt = PushReceipt.from_bytes(reply.receipt)
         if len(receipt.reports) != 1:
             raise InvalidMessageError(
@@ -187,12 +192,14 @@ class LearnerClient(_Client):
     async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
         """Makes the learner free every rank that waits for the member `lost` in a join or push."""
         request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
-        await self._call(member, self._to(member).AbandonPush, request, "PUBLISH", self._quick_s)
+        await self._call(member, self._to(member).AbandonPush, request, "PUBLISH", timeout_s=self._quick_s)
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes the learner's ranks leave the weight group."""
         request = learner_pb2.LeaveLearnerGroupRequest(epoch=epoch)
-        await self._call(member, self._to(member).LeaveWeightGroup, request, "FORMING", self._join_s)
+        await self._call(
+            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._join_s
+        )
 
     async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> FreedMemory:
         """Makes every rank give back the GPU memory that it only caches.
@@ -205,13 +212,15 @@ class LearnerClient(_Client):
         request = learner_pb2.FreeMemoryRequest(
             parts=[part.value for part in parts], engine_bytes=engine_bytes
         )
-        reply = await self._call(member, self._to(member).FreeMemory, request, "TURN", self._quick_s)
+        reply = await self._call(
+            member, self._to(member).FreeMemory, request, "TURN", timeout_s=self._quick_s
+        )
         return FreedMemory(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
         reply = await self._call(
-            member, self._to(member).TrainStep, order_to_proto(order), "LEARN", self._command_s
+            member, self._to(member).TrainStep, order_to_proto(order), "LEARN", timeout_s=self._command_s
         )
         return result_from_proto(reply)
 
@@ -222,7 +231,7 @@ class LearnerClient(_Client):
             self._to(member).WorkAhead,
             chunk_to_proto(order),
             "COLLECT",
-            self._command_s,
+            timeout_s=self._command_s,
         )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
@@ -231,7 +240,7 @@ class LearnerClient(_Client):
             step=step, folder=folder, controller_state=controller_state
         )
         reply = await self._call(
-            member, self._to(member).SaveCheckpoint, request, "CHECKPOINT", self._command_s
+            member, self._to(member).SaveCheckpoint, request, "CHECKPOINT", timeout_s=self._command_s
         )
         return reply.seconds
 
@@ -243,7 +252,7 @@ class LearnerClient(_Client):
         """
         request = learner_pb2.WaitCheckpointRequest(step=step)
         reply = await self._call(
-            member, self._to(member).WaitCheckpoint, request, "CHECKPOINT", self._command_s
+            member, self._to(member).WaitCheckpoint, request, "CHECKPOINT", timeout_s=self._command_s
         )
         return reply.seconds
 
@@ -251,14 +260,14 @@ class LearnerClient(_Client):
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
         request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
         reply = await self._call(
-            member, self._to(member).LoadCheckpoint, request, "ROLLBACK", self._command_s
+            member, self._to(member).LoadCheckpoint, request, "ROLLBACK", timeout_s=self._command_s
         )
         return reply.seconds
 
     async def restart(self, member: Member, *, reason: str) -> None:
         """Makes the learner end, so that it is started again and loads its newest checkpoint."""
         request = learner_pb2.RestartRequest(reason=reason)
-        await self._call(member, self._to(member).Restart, request, "FORMING", self._quick_s)
+        await self._call(member, self._to(member).Restart, request, "FORMING", timeout_s=self._quick_s)
 
     def _to(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
         return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))
@@ -270,40 +279,48 @@ class RolloutClient(_Client):
     async def describe(self, member: Member) -> tuple[RankLayout, ...]:
         """Asks for the layout of each rank of a server."""
         request = rollout_pb2.DescribeRolloutWeightsRequest()
-        reply = await self._call(member, self._to(member).DescribeWeights, request, "FORMING", self._quick_s)
+        reply = await self._call(
+            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._quick_s
+        )
         return tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         """Makes a server's ranks join the group of a packed `WeightGroupSpec`, from rank `rank_offset` on."""
         request = rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset)
-        await self._call(member, self._to(member).JoinWeightGroup, request, "FORMING", self._join_s)
+        await self._call(member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._join_s)
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes a server receive a version; the receipt has one report per rank."""
         request = rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version)
-        reply = await self._call(member, self._to(member).ReceiveWeights, request, "PUBLISH", self._push_s)
+        reply = await self._call(
+            member, self._to(member).ReceiveWeights, request, "PUBLISH", timeout_s=self._push_s
+        )
         return PushReceipt.from_bytes(reply.receipt)
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         """Makes a received version the policy that a server samples from."""
         request = rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy))
-        await self._call(member, self._to(member).Commit, request, "COMMIT", self._quick_s)
+        await self._call(member, self._to(member).Commit, request, "COMMIT", timeout_s=self._quick_s)
 
     async def sleep(self, member: Member) -> int:
         """Makes a server free its engine's GPU memory; returns the most bytes of a GPU freed so far."""
         request = rollout_pb2.SleepRequest()
-        reply = await self._call(member, self._to(member).Sleep, request, "TURN", self._quick_s + _GRACE_S)
+        reply = await self._call(
+            member, self._to(member).Sleep, request, "TURN", timeout_s=self._quick_s + _GRACE_S
+        )
         return int(reply.freed_bytes)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         """Makes a server take the memory of a part of its engine again."""
         request = rollout_pb2.WakeRequest(part=part.value)
-        await self._call(member, self._to(member).Wake, request, "TURN", self._quick_s + _GRACE_S)
+        await self._call(member, self._to(member).Wake, request, "TURN", timeout_s=self._quick_s + _GRACE_S)
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes a server's ranks leave the weight group."""
         request = rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch)
-        await self._call(member, self._to(member).LeaveWeightGroup, request, "FORMING", self._join_s)
+        await self._call(
+            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._join_s
+        )
 
     def _to(self, member: Member) -> rollout_pb2_grpc.RolloutServiceStub:
         return rollout_pb2_grpc.RolloutServiceStub(self._channels.to(member))

@@ -214,7 +214,7 @@ class RemoteSession:
         """Makes the service drive the episode. A broken call is not repeated: the episode would restart."""
         request = pb.RunEpisodeRequest(episode=self._episode, base_url=base_url, token=token, model=model)
         with self._losses("Run"):
-            answer = await self._once(self._stub.Run, request, self._options.run_s)
+            answer = await self._once(self._stub.Run, request, timeout_s=self._options.run_s)
         return one_line(answer.stop_reason)[:64]
 
     async def close(self, stop_reason: str) -> Grade:
@@ -228,17 +228,17 @@ class RemoteSession:
         """Frees the episode if the service can be reached at once; otherwise the lease's end frees it."""
         request = pb.CloseEpisodeRequest(episode=self._episode, graded=False)
         try:
-            await self._once(self._stub.Close, request, _ABANDON_S)
+            await self._once(self._stub.Close, request, timeout_s=_ABANDON_S)
         except PacelineError as error:
             log.info("episode %s is left to its lease: %s", self._task.trajectory_id, error)
 
-    async def _once(self, method: Any, request: Any, timeout_s: float) -> Any:
+    async def _once(self, method: Any, request: Any, *, timeout_s: float) -> Any:
         return await channels.call(method, request, timeout_s=timeout_s, phase="ENVIRONMENT", peer=self._peer)
 
     async def _call(self, method: Any, request: Any) -> Any:
         for pause_s in (*_REPEAT_PAUSES_S, None):
             try:
-                return await self._once(method, request, self._options.call_s)
+                return await self._once(method, request, timeout_s=self._options.call_s)
             except PeerLostError:
                 if pause_s is None:
                     raise
