@@ -20,7 +20,7 @@ from transformers import (
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.learner.model.decoder import flash_attention
-from paceline.learner.model.decoder.flash_attention import Kind, Lengths
+from paceline.learner.model.decoder.flash_attention import Kind, Lengths, Scoring
 
 pytestmark = pytest.mark.torch
 
@@ -28,15 +28,7 @@ CPU = torch.device("cpu")
 KIND = Kind(heads=4, groups=2, width=16, value_width=8, windowed=True, dtype=torch.bfloat16, device=CPU)
 
 
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scoring: Scoring) -> Tensor:
     """Attention in float32, sequence by sequence."""
     repeats = q.shape[1] // k.shape[1]
     outputs = []
@@ -48,10 +40,10 @@ def plain(
         )
         num_queries, num_keys = queries.shape[1], keys.shape[1]
         back = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
-        seen = (back >= 0) & (back < (window or num_keys))
-        scores = queries @ keys.transpose(1, 2) * (scaling or q.shape[-1] ** -0.5)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        seen = (back >= 0) & (back < (scoring.window or num_keys))
+        scores = queries @ keys.transpose(1, 2) * (scoring.scaling or q.shape[-1] ** -0.5)
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
     return torch.cat(outputs).to(q.dtype)
 
@@ -139,8 +131,8 @@ def test_numbers_that_are_not_finite_are_a_difference(monkeypatch: pytest.Monkey
 def test_scores_with_a_softcap_have_flash_attention_4_or_the_formula(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def without_cap(*args: Any) -> Tensor:
-        return plain(*args[:6])
+    def without_cap(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scoring: Scoring) -> Tensor:
+        return plain(q, k, v, lengths, dataclasses.replace(scoring, softcap=None))
 
     capped = dataclasses.replace(KIND, softcap=1.0)
     assert flash_attention._kernel_of(capped, "auto") is plain
@@ -150,25 +142,22 @@ def test_scores_with_a_softcap_have_flash_attention_4_or_the_formula(
     assert flash_attention._kernel_of(capped, "auto") is None
     assert "a softcap of 1 (its numbers differ from those of the formula" in caplog.text
     q, k, v = (torch.randn(10, heads, 16) for heads in (4, 2, 2))
-    assert not flash_attention.has_softcap(q, k, v, None, 1.0)
+    assert not flash_attention.has_softcap(q, k, v, Scoring(softcap=1.0))
     monkeypatch.setattr(flash_attention, "by_flash_attention_4", plain)
     bounds = torch.tensor([0, 4, 10], dtype=torch.int32)
     lengths = Lengths(queries=bounds, keys=bounds, max_queries=6, max_keys=6)
-    assert flash_attention.has_softcap(q, k, v, 3, 2.0)
-    out = flash_attention.attend(q, k, v, lengths, None, 3, 2.0)
-    torch.testing.assert_close(out, plain(q, k, v, lengths, None, 3, 2.0))
+    scoring = Scoring(window=3, softcap=2.0)
+    assert flash_attention.has_softcap(q, k, v, scoring)
+    out = flash_attention.attend(q, k, v, lengths, scoring)
+    torch.testing.assert_close(out, plain(q, k, v, lengths, scoring))
 
 
-@pytest.mark.parametrize(("scaling", "window", "softcap"), [(None, None, None), (0.3, 3, 2.0)])
-def test_the_formula_that_kernels_are_tried_against(
-    scaling: float | None, window: int | None, softcap: float | None
-) -> None:
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(scaling=0.3, window=3, softcap=2.0)])
+def test_the_formula_that_kernels_are_tried_against(scoring: Scoring) -> None:
     q, k, v = (torch.randn(size, heads, 16) for size, heads in ((10, 4), (12, 2), (12, 2)))
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 10], [0, 6, 12])]
     lengths = Lengths(queries=bounds[0], keys=bounds[1], max_queries=6, max_keys=6)
-    ours, expected = (
-        kernel(q, k, v, lengths, scaling, window, softcap) for kernel in (flash_attention.by_formula, plain)
-    )
+    ours, expected = (kernel(q, k, v, lengths, scoring) for kernel in (flash_attention.by_formula, plain))
     torch.testing.assert_close(ours, expected)
 
 
@@ -214,10 +203,10 @@ def test_the_choice_is_what_attention_takes(monkeypatch: pytest.MonkeyPatch) -> 
     lengths = Lengths(queries=bounds, keys=bounds, max_queries=6, max_keys=6)
     for choice, expected in (("auto", "four"), ("torch", "torch")):
         flash_attention.choose(choice)  # type: ignore[arg-type]
-        flash_attention.attend(q, k, v, lengths, None, None)
+        flash_attention.attend(q, k, v, lengths, Scoring())
         assert taken[-1] == expected
     num_tries = len(taken)
-    flash_attention.attend(q, k, v, lengths, None, None)
+    flash_attention.attend(q, k, v, lengths, Scoring())
     assert len(taken) == num_tries + 1  # tried once
 
 

@@ -161,7 +161,7 @@ def test_attention_to_a_prefix_against_a_plain_softmax(
 
     inputs = [draw(4).requires_grad_(), draw(2).requires_grad_(), draw(2, value_size).requires_grad_()]
     weights = draw(4, value_size).transpose(1, 2)
-    expected = plain_attention(*inputs, packed, window)
+    expected, scoring = plain_attention(*inputs, packed, window), flash_attention.Scoring(window=window)
     reference = torch.autograd.grad((expected * weights).sum(), inputs)
 
     def in_batches() -> Tensor:
@@ -170,7 +170,7 @@ def test_attention_to_a_prefix_against_a_plain_softmax(
 
     def varlen() -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in inputs)
-        return attention._side_by_side(q, k, v, packed, None, window).unsqueeze(0)
+        return attention._side_by_side(q, k, v, packed, scoring).unsqueeze(0)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
     monkeypatch.setattr(flash_attention, "_chosen", ["torch"])
@@ -178,7 +178,7 @@ def test_attention_to_a_prefix_against_a_plain_softmax(
     def in_full() -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in inputs)
         scores = functools.partial(attention._full_scores, softcap=None, sinks=None)
-        return attention._in_batches(q, k, v, packed, None, window, scores).unsqueeze(0)
+        return attention._in_batches(q, k, v, packed, scoring, scores).unsqueeze(0)
 
     for way in (in_batches, varlen, in_full):
         tolerance = 1e-6 if way is in_full else 1e-12  # its softmax is in float32

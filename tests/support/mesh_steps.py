@@ -17,7 +17,6 @@ from paceline.learner.checkpoint.load import load
 from paceline.learner.checkpoint.state import trainables_of
 from paceline.learner.distributed.mesh import (
     RankGroup,
-    form_experts_mesh,
     form_fsdp_mesh,
     form_rows_mesh,
 )
@@ -91,7 +90,7 @@ def remeshed(ranks: Ranks, mesh: str) -> Ranks:
         data=RankGroup.of(rows.get_group("data")),
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh("cpu", fsdp_size, timeout),
-        experts=form_experts_mesh("cpu", fsdp_size, expert, timeout) if expert > 1 else None,
+        experts=form_fsdp_mesh("cpu", fsdp_size, timeout, expert=expert) if expert > 1 else None,
     )
 
 

@@ -156,7 +156,7 @@ class DpoTrainer(pair_training.PairTrainer[PolicyNetwork]):
         return max(0.0, sum(gains) / len(gains))
 
     def _other_row(self, prompt: int, answer: int) -> PackedRow:
-        return pair_training.answer_row(prompt, self._pairs[prompt].prompt, self._pairs[answer].chosen)
+        return PackedRow.unsampled(prompt, self._pairs[prompt].prompt, self._pairs[answer].chosen)
 
     @torch.no_grad()
     def _sums(self, rows: Sequence[PackedRow]) -> list[float]:
@@ -231,7 +231,7 @@ def _shifted(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _rows(index: int, pair: Preference) -> list[PackedRow]:
-    return [pair_training.answer_row(index, pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
+    return [PackedRow.unsampled(index, pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
 
 
 def train(config: DpoRunConfig, environment: RankEnvironment) -> None:

@@ -30,7 +30,7 @@ from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import ADAPTERS, by_layer, write_adapters, write_folder
 from paceline.learner.model.loading import digest_of_frozen, empty_lm, frozen, read_config, stored_tensors
 from paceline.learner.model.lora import merged
-from paceline.learner.train.state.learner import DTYPES
+from paceline.learner.train.state.learner import DTYPES, random_seed
 from paceline.models.facts import family_of
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_model
@@ -80,13 +80,8 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         tensors = merged(_base(config, source), adapters, lora)
     elif has_frozen:
         tensors = itertools.chain(tensors, _base(config, source, frozen_beside=vision))
-    write_folder(
-        out,
-        tensors,
-        source=source,
-        tokenizer_source=tokenizer,
-        dtype=dtype or DTYPES[config.model.dtype],
-    )
+    dtype = dtype or DTYPES[config.model.dtype]
+    write_folder(out, tensors, source=source, tokenizer_source=tokenizer, dtype=dtype)
     if lora is not None:
         write_adapters(out / ADAPTERS, adapters, lora=lora, base=config.model.path)
     return out
@@ -94,22 +89,18 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
 
 def _require_base(config: RunConfig, base: Base, source: Path, folder: Folder) -> None:
     """Raises CheckpointError if `source` has other frozen weights than the run was trained on."""
-    lm, seed = empty_lm(read_config(source), base.vision), _seed_of(config)
+    lm, seed = empty_lm(read_config(source), base.vision), random_seed(config)
     if base.adapters is not None:
         lm.requires_grad_(False)
     now = dataclasses.replace(base, digest=digest_of_frozen(source, frozen(lm.named_parameters()), seed))
     base.require(now, folder=folder.address, model_path=str(source))
 
 
-def _seed_of(config: RunConfig) -> int | None:
-    return config.trainer.seed if config.model.load_format == "random" else None
-
-
 def _base(
     config: RunConfig, source: Path, *, frozen_beside: TrainedVision | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of the starting model, as `stored_tensors` does, in the run's type."""
-    for name, tensor in stored_tensors(source, _seed_of(config), frozen_beside=frozen_beside):
+    for name, tensor in stored_tensors(source, random_seed(config), frozen_beside=frozen_beside):
         yield name, tensor.to(DTYPES[config.model.dtype])
 
 

@@ -22,12 +22,11 @@ from paceline.config.services import LearnerConfig
 from paceline.config.training.tuning import DpoConfig, PairDataConfig, TuningConfig
 from paceline.config.tuning import TuningRunConfig
 from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
-from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import load_tokenizer
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.planning.plan import effective_budget, plan_chunk
-from paceline.learner.batch.types import MicroBatch, PackedRow, PromptImage
+from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.checkpoint.state import State, state_of_trainable
 from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints
 from paceline.learner.distributed.catching_up import count_collectives
@@ -236,20 +235,6 @@ def in_words(progress: Mapping[str, float]) -> str:
     """Returns the numbers of a step as one line."""
     forms = {"loss": ".4f", "lr": ".2e"}
     return " ".join(f"{name} {value:{forms.get(name, '.3f')}}" for name, value in progress.items())
-
-
-def answer_row(
-    index: int, prompt: Int32Array, answer: Int32Array, images: tuple[PromptImage, ...] = ()
-) -> PackedRow:
-    """Makes the row of an answer whose tokens all count."""
-    return PackedRow(
-        index=index,
-        prompt_token_ids=prompt,
-        response_token_ids=answer,
-        response_mask=np.ones(len(answer), np.uint8),
-        response_log_probs=np.zeros(len(answer), np.float32),
-        images=images,
-    )
 
 
 def take_steps(

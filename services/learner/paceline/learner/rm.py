@@ -134,8 +134,7 @@ def _num_right(chosen: Tensor, rejected: Tensor) -> Tensor:
 def _rows(index: int, pair: Comparison) -> list[PackedRow]:
     """Makes both conversations prompts with a dummy answer, which is preceded by their last token's value."""
     return [
-        pair_training.answer_row(index, tokens, np.zeros(1, np.int32))
-        for tokens in (pair.chosen, pair.rejected)
+        PackedRow.unsampled(index, tokens, np.zeros(1, np.int32)) for tokens in (pair.chosen, pair.rejected)
     ]
 
 

@@ -137,7 +137,7 @@ class SftTrainer(pair_training.PairTrainer[PolicyNetwork]):
             assert self._reader is not None
             loaded = [self._reader.process(image) for image in pair.images]
             images = find_images(pair.prompt, loaded, ImageSpec.of(self.network.lm.config))
-        return pair_training.answer_row(index, pair.prompt, pair.answer, images)
+        return PackedRow.unsampled(index, pair.prompt, pair.answer, images=images)
 
     def _loss(self, batch: MicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch's share of the loss, for the backward pass and as a number."""

@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,20 @@ class PackedRow:
     images: tuple[PromptImage, ...] = ()
     expert_choices: ChoiceArray | None = None
     teacher: TeacherTopK | None = None
+
+    @classmethod
+    def unsampled(
+        cls, index: int, prompt: Int32Array, response: Int32Array, *, images: tuple[PromptImage, ...] = ()
+    ) -> PackedRow:
+        """Makes a row that no sampler gave: all tokens of the response count, and have log-probs of 0."""
+        return cls(
+            index=index,
+            prompt_token_ids=prompt,
+            response_token_ids=response,
+            response_mask=np.ones(len(response), np.uint8),
+            response_log_probs=np.zeros(len(response), np.float32),
+            images=images,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -151,21 +151,26 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
     world_size = dist.get_world_size()
     if world_size % context:
         raise ConfigError(f"{world_size} ranks cannot share the tokens of rows in groups of {context}")
-    if context == 1:  # this reuses the group of all ranks
-        return _form(device_type, (world_size,), ("data",), timeout)
-    return _form(device_type, (world_size // context, context), ("data", "context"), timeout)
+    shape = {"data": world_size // context, "context": context}
+    if context == 1:
+        del shape["context"]  # this reuses the group of all ranks
+    return _form(device_type, shape, timeout)
 
 
-def form_fsdp_mesh(device_type: str, size: int | None, timeout: datetime.timedelta) -> DeviceMesh:
-    """Forms the dimensions for `fully_shard`: "shard", after "replicate" if there are several groups.
+def form_fsdp_mesh(
+    device_type: str, size: int | None, timeout: datetime.timedelta, *, expert: int | None = None
+) -> DeviceMesh:
+    """Forms the dimensions for `fully_shard`: "shard", after "replicate" if there are several copies.
 
     Args:
         device_type: type of device of the tensors that ranks exchange.
         size: ranks that share one copy of the parameters; None: all.
         timeout: bounds every wait of one rank for another.
+        expert: forms the dimensions of experts, with "expert" as the last: that many ranks divide those of a
+            layer.
 
     Raises:
-        ConfigError: `size` does not divide the number of ranks.
+        ConfigError: `size` does not divide the number of ranks, or `expert` does not divide `size`.
     """
     world_size = dist.get_world_size()
     size = size or world_size
@@ -174,41 +179,21 @@ def form_fsdp_mesh(device_type: str, size: int | None, timeout: datetime.timedel
             f"{world_size} ranks cannot shard the parameters in groups of {size}; set learner.fsdp_size to a "
             f"divisor of {world_size}"
         )
+    shape = {"replicate": world_size // size, "shard": size}
     if size == world_size:
-        return _form(device_type, (size,), ("shard",), timeout)
-    return _form(device_type, (world_size // size, size), ("replicate", "shard"), timeout)
+        del shape["replicate"]
+    if expert is not None:
+        if size % expert:
+            raise ConfigError(
+                f"the experts of a copy on {size} ranks cannot be divided in groups of {expert}; set "
+                f"learner.expert_parallel to a divisor of {size}"
+            )
+        shape |= {"shard": size // expert, "expert": expert}
+    return _form(device_type, shape, timeout)
 
 
-def form_experts_mesh(
-    device_type: str, size: int | None, expert: int, timeout: datetime.timedelta
-) -> DeviceMesh:
-    """Forms the dimensions of experts: "shard" and "expert", after "replicate" if there are several copies.
-
-    Args:
-        device_type: type of device of the tensors that ranks exchange.
-        size: ranks that share one copy of the parameters; None: all.
-        expert: ranks over which the experts of a layer are divided.
-        timeout: bounds every wait of one rank for another.
-
-    Raises:
-        ConfigError: `expert` does not divide the number of ranks that share a copy.
-    """
-    world_size = dist.get_world_size()
-    size = size or world_size
-    if size % expert:
-        raise ConfigError(
-            f"the experts of a copy on {size} ranks cannot be divided in groups of {expert}; set "
-            f"learner.expert_parallel to a divisor of {size}"
-        )
-    shape, names = (world_size // size, size // expert, expert), ("replicate", "shard", "expert")
-    skipped = 1 if size == world_size else 0
-    return _form(device_type, shape[skipped:], names[skipped:], timeout)
-
-
-def _form(
-    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: datetime.timedelta
-) -> DeviceMesh:
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+def _form(device_type: str, shape: dict[str, int], timeout: datetime.timedelta) -> DeviceMesh:
+    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)  # torch's default is up to half an hour
     return mesh

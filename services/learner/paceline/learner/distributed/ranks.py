@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.learner.distributed.mesh import RankGroup, form_experts_mesh, form_fsdp_mesh, form_rows_mesh
+from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
 from paceline.service.addresses import choose_for_gloo, choose_for_nccl, is_loopback, join
 from paceline.service.ports import warn_of_kernel
 from paceline.weights.transport import rendezvous
@@ -48,12 +48,7 @@ class RankEnvironment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if not any(name in environ for name in names):
             return cls(
-                rank=0,
-                world_size=1,
-                local_rank=0,
-                num_local_ranks=1,
-                master_host="127.0.0.1",
-                master_port=0,
+                rank=0, world_size=1, local_rank=0, num_local_ranks=1, master_host="127.0.0.1", master_port=0
             )
         missing = [name for name in names if name not in environ]
         if missing:
@@ -239,7 +234,7 @@ def form_group(
         data=RankGroup.of(rows.get_group("data")),
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh(device.type, fsdp_size, timeout),
-        experts=form_experts_mesh(device.type, fsdp_size, expert, timeout) if expert > 1 else None,
+        experts=form_fsdp_mesh(device.type, fsdp_size, timeout, expert=expert) if expert > 1 else None,
         control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,

@@ -119,7 +119,7 @@ def load_policy(
         ConfigError: the model does not have the adapters' targets.
     """
     network = unfilled_policy(folder, ranks, precision, options=options, lora=lora, vision=vision)
-    _fill(network, _AdapterSource(_source(folder, random_seed, network, network.lm.config), adapter_seed))
+    _fill(network, _CompleteSource(_source(folder, random_seed, network, network.lm.config), adapter_seed))
     return network
 
 
@@ -209,7 +209,7 @@ def load_critic(
         network = ValueNetwork(lm, hidden_size(lm.config), has_bias=has_bias)
     _materialise(network, network.body, lm, ranks, precision, options)
     source = _source(folder, seed if random_weights else None, network, lm.config)
-    _fill(network, _ValueHeadSource(source, seed))
+    _fill(network, _CompleteSource(source, seed))
     return network
 
 
@@ -373,36 +373,27 @@ class _Seed:
         return lambda start, stop: torch.full((stop - start, *shape[1:]), fill)
 
 
-class _AdapterSource:
-    """Adds adapters to a source: B begins as zeros, A like torch's linear layers."""
+class _CompleteSource:
+    """Adds what a source lacks, drawn from the seed: adapters, and a value head.
+
+    An adapter's B begins as zeros, its A like torch's linear layers. A value head is the source's own, or a
+    reward model's `score`, before it is drawn.
+    """
 
     def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed
 
     def rows(self, name: str, shape: torch.Size) -> ReadRows:
-        if not is_adapter(name):
-            return self.inner.rows(name, shape)
-        if name.endswith(B):
-            return lambda start, stop: torch.zeros(stop - start, *shape[1:])
-        std = 1 / math.sqrt(3 * shape[1])
-        return partial(_draw_rows, shape, std, self.seed, name)
-
-
-class _ValueHeadSource:
-    """Adds a value head to a source: its own, or a reward model's `score`, or one drawn from the seed."""
-
-    def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
-        self.inner, self.seed = inner, seed
-
-    def rows(self, name: str, shape: torch.Size) -> ReadRows:
-        if not name.startswith("value_head.") or name in self.inner:
+        is_head = name.startswith("value_head.") and name not in self.inner
+        if not is_head and not is_adapter(name):
             return self.inner.rows(name, shape)
         score = name.replace("value_head.", "score.")
-        if isinstance(self.inner, ModelFiles) and score in self.inner:
+        if is_head and isinstance(self.inner, ModelFiles) and score in self.inner:
             return self.inner.rows(score, shape)
-        if name.endswith("bias"):
-            return lambda start, stop: torch.zeros(stop - start)
-        return partial(_draw_rows, shape, VALUE_HEAD_STD, self.seed, name)
+        if name.endswith(("bias", B)):
+            return lambda start, stop: torch.zeros(stop - start, *shape[1:])
+        std = VALUE_HEAD_STD if is_head else 1 / math.sqrt(3 * shape[1])
+        return partial(_draw_rows, shape, std, self.seed, name)
 
 
 def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
@@ -467,7 +458,7 @@ def _source(
 
 
 @torch.no_grad()
-def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None:
+def _fill(network: nn.Module, source: _CompleteSource) -> None:
     """Fills tensors, a block per thread, because drawing or converting takes longer than copying."""
     blocks = []
     for name, parameter in hugging_face_names(network):

@@ -97,36 +97,22 @@ class PolicyNetwork(nn.Module):
         if hidden.device.type == "cuda" and num_logits * hidden.itemsize <= kept_logits_bytes(hidden.device):
             most = max(most, num_logits)
         temperature, chunk_size = temperature / head.scale, max(1, most // head.vocab_size)
-        if top_ids is not None:
-            parts = chunked_top_k(
-                hidden,
-                head.weight,
-                targets,
-                top_ids,
-                temperature,
-                chunk_size,
-                bias=head.bias,
-                softcap=head.softcap,
-            )
-            return TokenScores(*(part.clone() for part in parts))
-        if hidden.device.type == "cpu" and num_logits <= most:
+        if top_ids is None and hidden.device.type == "cpu" and num_logits <= most:
             # Autograd keeps the logits, which saves computing them again.
             logits = F.linear(hidden, head.weight, head.bias)
             return TokenScores(
                 *token_log_probs(bounded(logits, head.softcap), targets, temperature, with_entropy)
             )
-        log_probs, entropy = chunked_log_probs(
-            hidden,
-            head.weight,
-            targets,
-            temperature,
-            chunk_size,
-            with_entropy,
-            bias=head.bias,
-            softcap=head.softcap,
-        )
+        rows, of_head = (hidden, head.weight, targets), {"bias": head.bias, "softcap": head.softcap}
+        scaled: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size, **of_head}
+        parts: tuple[Any, ...]
+        if top_ids is None:
+            parts = chunked_log_probs(*rows, with_entropy=with_entropy, **scaled)
+        else:
+            parts = chunked_top_k(*rows, top_ids, **scaled)
         # Copies, not views: see ValueNetwork.
-        return TokenScores(log_probs.clone(), None if entropy is None else entropy.clone())
+        log_probs, *others = parts
+        return TokenScores(log_probs.clone(), *(None if part is None else part.clone() for part in others))
 
 
 @lru_cache
@@ -260,12 +246,7 @@ def _own_states(
         scored = states.index_select(0, positions)
     else:  # a shared prompt's last state scores the first token of several responses
         scored = take_rows(states, positions)
-    return OwnStates(
-        states=scored,
-        num_targets=len(batch.score_positions),
-        places=places,
-        group=context,
-    )
+    return OwnStates(states=scored, num_targets=len(batch.score_positions), places=places, group=context)
 
 
 def _places_within(positions: Tensor, length: int) -> Tensor:
@@ -371,12 +352,8 @@ def output_head(lm: nn.Module) -> OutputHead:
             "docs/models.md"
         )
     scale, softcap = logit_scale(lm.config), logit_softcap(lm.config)
-    return OutputHead(
-        weight=head.weight,
-        bias=head.bias,
-        scale=scale,
-        softcap=None if softcap is None else softcap / scale,
-    )
+    softcap = None if softcap is None else softcap / scale
+    return OutputHead(weight=head.weight, bias=head.bias, scale=scale, softcap=softcap)
 
 
 def hidden_size(config: Any) -> int:

@@ -298,14 +298,8 @@ def _rows(config: Any) -> list[PackedRow]:
     if has_images:
         vocab_size = config.video_token_id  # below the ids of images
     rows = [
-        PackedRow(
-            index=index,
-            prompt_token_ids=rng.integers(0, vocab_size, prompt).astype(np.int32),
-            response_token_ids=rng.integers(0, vocab_size, response).astype(np.int32),
-            response_mask=np.ones(response, np.uint8),
-            response_log_probs=np.zeros(response, np.float32),
-        )
-        for index, (prompt, response) in enumerate(lengths)
+        PackedRow.unsampled(index, *(rng.integers(0, vocab_size, n).astype(np.int32) for n in own))
+        for index, own in enumerate(lengths)
     ]
     return [_with_images(row, config, rng) for row in rows] if has_images else rows
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from paceline.config.run import RunConfig
@@ -26,7 +24,7 @@ from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.decoder.experts import recorded_choices, routers
 from paceline.learner.model.loading import forget_forward_passes
-from paceline.learner.model.networks import PolicyNetwork, body_of, first_layers
+from paceline.learner.model.networks import PolicyNetwork, TokenScores, ValueNetwork, body_of, first_layers
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import GIB
 
@@ -92,28 +90,23 @@ def _all_networks(learner: Learner) -> None:
     policy, critic = learner.actor.network, learner.critic
     batch = _batch(learner)
     with first_layers(body_of(policy.lm)):
-        _pass(policy, partial(_log_probs, policy, batch))
+        _pass(policy, batch)
         if routers(policy.lm):
             # Updates record the chosen experts, in a separate graph.
             with recorded_choices(policy.lm):
-                _pass(policy, partial(_log_probs, policy, batch))
+                _pass(policy, batch)
     if critic is not None:
-        values = critic.network
-        with first_layers(values.body):
-            _pass(values, lambda: values(batch))
+        with first_layers(critic.network.body):
+            _pass(critic.network, batch)
     for frozen in learner.frozen.values():
         network = frozen.network
         with torch.no_grad(), frozen.present(), first_layers(body_of(network.lm)):
-            _pass(network, partial(_log_probs, network, batch))
+            _pass(network, batch)
 
 
-def _log_probs(network: PolicyNetwork, batch: MicroBatch) -> Tensor:
-    log_probs: Tensor = network(batch).log_probs
-    return log_probs
-
-
-def _pass(network: nn.Module, call: Callable[[], Tensor]) -> None:
-    total = call().sum()
+def _pass(network: PolicyNetwork | ValueNetwork, batch: MicroBatch) -> None:
+    output = network(batch)
+    total = (output.log_probs if isinstance(output, TokenScores) else output).sum()
     if total.requires_grad:
         torch.autograd.backward(total)
         network.zero_grad(set_to_none=True)
@@ -127,11 +120,5 @@ def _batch(learner: Learner) -> MicroBatch:
     """
     config, device = learner.config, learner.ranks.device
     budget = effective_budget(config.micro_batch_tokens, device.type, config.max_model_len)
-    row = PackedRow(
-        index=0,
-        prompt_token_ids=np.zeros(TOKEN_MULTIPLE - 1, np.int32),
-        response_token_ids=np.zeros(1, np.int32),
-        response_mask=np.ones(1, np.uint8),
-        response_log_probs=np.zeros(1, np.float32),
-    )
+    row = PackedRow.unsampled(0, np.zeros(TOKEN_MULTIPLE - 1, np.int32), np.zeros(1, np.int32))
     return pack([row] * max(1, budget // TOKEN_MULTIPLE), device)

@@ -34,6 +34,7 @@ from paceline.learner.batch.padded import PaddedBatch, causal_mask
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.context import heads_of_all_tokens, tokens_of_all_heads
 from paceline.learner.model.decoder import flash_attention
+from paceline.learner.model.decoder.flash_attention import Scoring
 from paceline.learner.model.decoder.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
@@ -110,6 +111,7 @@ def packed_attention(
             "of the architectures of docs/models.md"
         )
     _require_plain(module, dropout, attention_mask)
+    scoring = Scoring(scaling=scaling, window=sliding_window, softcap=softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     group = packed.context
     if group is not None:
@@ -119,23 +121,23 @@ def packed_attention(
         q = temperature.scaled(q, packed)
     if chunk_size := getattr(module, "chunk_size", None):
         packed = packed.in_chunks(chunk_size)
-    if s_aux is None and _has_kernel(q, k, v, sliding_window, softcap):
-        out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
-    elif softcap is not None or s_aux is not None:
-        scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
-        out = _in_batches(q, k, v, packed, scaling, sliding_window, scores)
+    if s_aux is None and _has_kernel(q, k, v, scoring):
+        out = _side_by_side(q, k, v, packed, scoring)
     else:
-        out = _in_batches(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
+        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if softcap is not None or s_aux is not None:
+            attend = partial(_full_scores, softcap=softcap, sinks=s_aux)
+        out = _in_batches(q, k, v, packed, scoring, attend)
     if group is not None:
         out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
 
 
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor, sliding_window: int | None, softcap: float | None) -> bool:
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
     """Returns whether FlashAttention has a kernel for these heads, and for the softcap, if any."""
     if not q.is_cuda or not flash_attention.takes(q.dtype, max(q.shape[-1], v.shape[-1])):
         return False
-    return softcap is None or flash_attention.has_softcap(q, k, v, sliding_window, softcap)
+    return scoring.softcap is None or flash_attention.has_softcap(q, k, v, scoring)
 
 
 def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tensor | None) -> None:
@@ -148,15 +150,7 @@ def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tens
         )
 
 
-def _side_by_side(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequences,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def _side_by_side(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scoring: Scoring) -> Tensor:
     cu_keys, max_keys = packed.cu_seqlens, packed.max_length
     if packed.keys is not None:
         k, v = (take_rows(x, packed.keys.tokens) for x in (k, v))
@@ -164,7 +158,7 @@ def _side_by_side(
     lengths = flash_attention.Lengths(
         queries=packed.cu_seqlens, keys=cu_keys, max_queries=packed.max_length, max_keys=max_keys
     )
-    return flash_attention.attend(q, k, v, lengths, scaling, window, softcap)
+    return flash_attention.attend(q, k, v, lengths, scoring)
 
 
 def _in_batches(
@@ -172,8 +166,7 @@ def _in_batches(
     k: Tensor,
     v: Tensor,
     packed: PackedSequences,
-    scaling: float | None,
-    window: int | None,
+    scoring: Scoring,
     attend: Callable[..., Tensor],
 ) -> Tensor:
     padded = packed.padded
@@ -186,14 +179,14 @@ def _in_batches(
         qb, kb, vb = (
             x.view(batch.num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in parts
         )  # (N, heads, L, D), and twice (N, heads, K, D)
-        mask = _mask_of(batch, window, q.device)
+        mask = _mask_of(batch, scoring.window, q.device)
         out = attend(
             qb,
             kb,
             vb,
             attn_mask=mask,
             is_causal=mask is None,
-            scale=scaling,
+            scale=scoring.scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))

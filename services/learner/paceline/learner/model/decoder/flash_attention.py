@@ -120,39 +120,48 @@ class Lengths:
     max_keys: int
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, float | None, int | None, float | None], Tensor]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """How a layer scores the keys of a query.
+
+    Attributes:
+        scaling: factor of the scores; None is D ** -0.5.
+        window: number of tokens that a token sees, itself included; None for all before it.
+        softcap: c, if scores become c tanh(scores / c) (Gemma 2).
+    """
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def factor(self, width: int) -> float:
+        """Returns the factor of the scores for heads of this size."""
+        return width**-0.5 if self.scaling is None else self.scaling
 
 
-def has_softcap(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float) -> bool:
+Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, Scoring], Tensor]
+
+
+def has_softcap(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
     """Returns whether a kernel supports this softcap; arguments as for `attend`."""
-    return _kernel_of(Kind.of(q, k, v, window, softcap), _chosen[0]) is not None
+    return _kernel_of(Kind.of(q, k, v, scoring), _chosen[0]) is not None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scoring: Scoring) -> Tensor:
     """Computes causal attention within each sequence.
 
     Args:
         q: (T, H, D).
         k: (K, G, D), G dividing H.
         v: (K, G, E).
-        scaling: scaling of the scores; None is D ** -0.5.
-        window: number of tokens that a token sees, itself included; None for all before it.
-        softcap: c, if scores become c tanh(scores / c); only where `has_softcap`.
+        scoring: with a softcap only where `has_softcap`.
 
     Returns:
         (T, H, E).
     """
-    kernel = _kernel_of(Kind.of(q, k, v, window, softcap), _chosen[0])
+    kernel = _kernel_of(Kind.of(q, k, v, scoring), _chosen[0])
     assert kernel is not None
-    return kernel(q, k, v, lengths, scaling, window, softcap)
+    return kernel(q, k, v, lengths, scoring)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,15 +178,15 @@ class Kind:
     device: torch.device
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Kind:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Kind:
         """Returns the kind of a call of `attend`."""
         return cls(
             heads=q.shape[1],
             groups=k.shape[1],
             width=q.shape[2],
             value_width=v.shape[2],
-            windowed=window is not None,
-            softcap=softcap,
+            windowed=scoring.window is not None,
+            softcap=scoring.softcap,
             dtype=q.dtype,
             device=q.device,
         )
@@ -243,12 +252,12 @@ def _difference(kind: Kind) -> float:
         max_queries=max(query_counts),
         max_keys=max(key_counts),
     )
-    window, softcap = _TRIED_WINDOW if kind.windowed else None, kind.softcap
+    scoring = Scoring(window=_TRIED_WINDOW if kind.windowed else None, softcap=kind.softcap)
     results = []
     # Recomputing layers count the tensors saved for their backward pass; these must not be counted.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        for kernel in (by_torch if softcap is None else by_formula, by_flash_attention_4):
-            out = kernel(q, k, v, lengths, None, window, softcap)
+        for kernel in (by_torch if kind.softcap is None else by_formula, by_flash_attention_4):
+            out = kernel(q, k, v, lengths, scoring)
             results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), gradient.detach())))
     differences = [
         (mine.float() - theirs.float()).norm() / theirs.float().norm()
@@ -260,15 +269,7 @@ def _difference(kind: Kind) -> float:
     return float(torch.stack(differences).nan_to_num(torch.inf).max())
 
 
-def by_formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def by_formula(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scoring: Scoring) -> Tensor:
     """Computes `attend` in float32, sequence by sequence; memory grows with queries x keys."""
     starts, ends = (bounds.tolist() for bounds in (lengths.queries, lengths.keys))
     outputs = []
@@ -276,10 +277,10 @@ def by_formula(
         queries = q[starts[i] : starts[i + 1]].float().transpose(0, 1)
         own = (x[ends[i] : ends[i + 1]].float().transpose(0, 1) for x in (k, v))
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[0], dim=0) for x in own)
-        scores = queries @ keys.transpose(1, 2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        seen = causal_mask(queries.shape[1], keys.shape[1], window, q.device)
+        scores = queries @ keys.transpose(1, 2) * scoring.factor(q.shape[-1])
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        seen = causal_mask(queries.shape[1], keys.shape[1], scoring.window, q.device)
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
     return torch.cat(outputs).to(q.dtype)
 
@@ -288,16 +289,9 @@ def _offsets(counts: list[int], device: torch.device) -> Tensor:
     return F.pad(torch.tensor(counts).cumsum(0), (1, 0)).to(device, torch.int32)
 
 
-def by_flash_attention_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def by_flash_attention_4(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scoring: Scoring) -> Tensor:
     """Computes `attend` with the package flash-attn-4."""
+    window = scoring.window
     out, _ = _flash_attention_4()(
         q.contiguous(),
         k.contiguous(),
@@ -306,10 +300,10 @@ def by_flash_attention_4(
         cu_seqlens_k=lengths.keys,
         max_seqlen_q=lengths.max_queries,
         max_seqlen_k=lengths.max_keys,
-        softmax_scale=scaling,
+        softmax_scale=scoring.scaling,
         causal=window is None,
         window_size=(None, None) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
+        softcap=scoring.softcap or 0.0,
     )
     assert isinstance(out, Tensor)
     return out
@@ -322,20 +316,12 @@ def _flash_attention_4() -> Callable[..., Any]:
     return flash_attn_varlen_func  # type: ignore[no-any-return,unused-ignore]
 
 
-def by_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scoring: Scoring) -> Tensor:
     """Computes `attend` with `torch.nn.attention.varlen`, which has no softcap."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert softcap is None
-    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    assert scoring.softcap is None
+    scaling, window = scoring.factor(q.shape[-1]), scoring.window
     width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     if q.shape[-1] != width:  # latent attention: the kernel needs equal head sizes
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))

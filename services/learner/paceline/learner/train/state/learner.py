@@ -115,13 +115,14 @@ class Learner:
             ranks,
             masters if model.lora is None else kept,
             options=options,
-            random_seed=_random_seed(config),
+            random_seed=random_seed(config),
             lora=model.lora,
             adapter_seed=seed,
             vision=model.vision.train,
         )
         config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
-        config.learner.require_experts(model.path, _num_experts(policy.lm))
+        lm: Any = policy.lm
+        config.learner.require_experts(model.path, num_experts_of(lm.config.to_dict()))
         if config.actor.router_replay:
             policy.replay_choices()
         flash_attention.prepare(policy.lm.config, compute, ranks.device)
@@ -184,13 +185,8 @@ def _load_frozen(
     config: RunConfig, folder: str, ranks: Ranks, precision: Precision, *, compiled: bool
 ) -> FrozenNetwork:
     """Loads a frozen network with its own weights, of any shape."""
-    network = load_policy(
-        folder,
-        ranks,
-        precision,
-        options=LayerOptions(compiled=compiled),
-        random_seed=_random_seed(config),
-    )
+    options, seed = LayerOptions(compiled=compiled), random_seed(config)
+    network = load_policy(folder, ranks, precision, options=options, random_seed=seed)
     network.requires_grad_(False)
     flash_attention.prepare(network.lm.config, precision.compute, ranks.device)
     return FrozenNetwork(
@@ -204,15 +200,11 @@ def _digest(
     config: RunConfig, folder: str, parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks
 ) -> str:
     """Returns the digest of a folder's frozen parameters, which rank 0 reads."""
-    own = digest_of_frozen(folder, parameters, _random_seed(config)) if ranks.world.rank == 0 else ""
+    own = digest_of_frozen(folder, parameters, random_seed(config)) if ranks.world.rank == 0 else ""
     return broadcast_bytes(own.encode(), ranks).decode()
 
 
-def _num_experts(lm: Any) -> int:
-    return num_experts_of(lm.config.to_dict())
-
-
-def _random_seed(config: RunConfig) -> int | None:
+def random_seed(config: RunConfig) -> int | None:
     """Returns the seed of random weights; None if they are read."""
     return config.trainer.seed if config.model.load_format == "random" else None
 

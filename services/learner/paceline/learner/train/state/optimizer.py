@@ -9,7 +9,7 @@ import gc
 import logging
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -193,18 +193,16 @@ class Optimizer:
     def scale_gradient(self, factor: float) -> None:
         """Multiplies the gradient after its reduction."""
         for parameter in self._parameters:
-            if (gradient := parameter.grad) is not None:
-                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+            if parameter.grad is not None:
+                local_part(parameter.grad).mul_(factor)
 
     def state(self) -> dict[str, Tensor]:
         """Returns averages and step counts by "PARAMETER.KIND", sharded; loading writes into them."""
-        return {f"{name}.{kind}": tensor for name, kind, tensor in self._entries()}
-
-    def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
+        entries: dict[str, Tensor] = {}
         for name, parameter in hugging_face_names(self._network):
             state = self._muon.state.get(parameter) or self._adamw.state.get(parameter, {})
-            for kind, tensor in sorted(state.items()):
-                yield name, kind, tensor
+            entries |= {f"{name}.{kind}": tensor for kind, tensor in sorted(state.items())}
+        return entries
 
 
 def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import EnvironmentLackError, NumericsError
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.plan import Chunk
 from paceline.learner.batch.types import PackedRow
+from paceline.learner.distributed.host_memory import local_part
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.optimizer import OutOfMemoryError, Trainable
@@ -171,10 +171,8 @@ def _square_sum(network: PolicyNetwork, device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in network.parameters():
         if parameter.requires_grad:
-            gradient = parameter.grad
-            assert gradient is not None
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            total += torch.linalg.vector_norm(local, dtype=torch.float64).square()
+            assert parameter.grad is not None
+            total += torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float64).square()
     return total
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import ValueNetwork
 from paceline.learner.train.state.ahead import BegunGradient
 from paceline.learner.train.state.learner import Learner
-from paceline.learner.train.state.memory import MemoryRoom
-from paceline.learner.train.state.optimizer import PartLoss, Scaling, StepOutcome, Trainable
+from paceline.learner.train.state.optimizer import Scaling, StepOutcome, Trainable
 from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
-from paceline.learner.train.updating.update_guard import NetworkGuard, UpdateGuard
+from paceline.learner.train.updating.update_guard import UpdateGuard
 
 FIRST_KL_TOLERANCE = 1e-6
 """On policy the first mini-batch's log-ratio is 0; rounding in float32 may change its mean this much."""
@@ -129,11 +128,15 @@ def update_policy(
         report.skipped += [guard.refusal] * (config.actor.ppo_epochs * len(mini_batches))
         return report
     loss = PolicyLoss(config, actor.network, guard.adjustments, loss_function)
-    network_guard = NetworkGuard(
-        guard=guard, network="actor", names=loss.names, grad_clip=config.actor.grad_clip
-    )
     steps = _OptimizerSteps(
-        trainable=actor, guard=network_guard, step=step, ranks=ranks, memory=learner.memory, report=report
+        trainable=actor,
+        loss=loss,
+        network="actor",
+        grad_clip=config.actor.grad_clip,
+        guard=guard,
+        step=step,
+        learner=learner,
+        report=report,
     )
     cuts = [
         [
@@ -149,11 +152,7 @@ def update_policy(
                 # These counts do not depend on whether the gradient was begun ahead.
                 counts = nominal_counts(config)
                 scaling = loss.scaling(counts, mini.denominators)
-
-            def on(part: TrainingBatch, counts: Denominators = counts) -> PartLoss:
-                return partial(loss, part, counts)
-
-            metrics = steps.take(parts, on, begun=begun if is_first else None, scaling=scaling)
+            metrics = steps.take(parts, counts, begun=begun if is_first else None, scaling=scaling)
             if is_first:
                 _check_first(metrics, config)
     return report
@@ -174,26 +173,20 @@ def update_critic(
     if guard.refusal:
         report.skipped += [guard.refusal] * (num_epochs * len(mini_batches))
         return report
-    loss = ValueLoss(config, critic.network)
-    network_guard = NetworkGuard(
-        guard=guard, network="critic", names=loss.names, grad_clip=config.critic.grad_clip
-    )
     steps = _OptimizerSteps(
         trainable=critic,
-        guard=network_guard,
+        loss=ValueLoss(config, critic.network),
+        network="critic",
+        grad_clip=config.critic.grad_clip,
+        guard=guard,
         step=step,
-        ranks=learner.ranks,
-        memory=learner.memory,
+        learner=learner,
         report=report,
     )
     cuts = [list(mini.parts) for mini in mini_batches]
     for _ in range(num_epochs):
         for mini, parts in zip(mini_batches, cuts, strict=True):
-
-            def on(part: TrainingBatch, counts: Denominators = mini.denominators) -> PartLoss:
-                return partial(loss, part, counts)
-
-            steps.take(parts, on)
+            steps.take(parts, mini.denominators)
     return report
 
 
@@ -230,41 +223,52 @@ class _OptimizerSteps:
     """The optimizer steps of one network in a training step."""
 
     trainable: Trainable[Any]
-    guard: NetworkGuard
+    loss: PolicyLoss | ValueLoss
+    network: Literal["actor", "critic"]
+    grad_clip: float
+    guard: UpdateGuard
     step: int
-    ranks: Ranks
-    memory: MemoryRoom
+    learner: Learner
     report: UpdateReport
 
     def take(
         self,
         parts: list[TrainingBatch],
-        loss_on: Callable[[TrainingBatch], PartLoss],
+        counts: Denominators,
         *,
         begun: BegunGradient | None = None,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
-        """Takes a step on a mini-batch's parts; records and returns its metrics."""
+        """Takes a step on a mini-batch's parts; records and returns its metrics.
+
+        Args:
+            counts: what the parts' losses divide by.
+        """
+        ranks = self.learner.ranks
 
         def act(parts: Sequence[TrainingBatch]) -> dict[str, float]:
             # An attempt that ran out of memory has dropped the begun gradient.
             num_done, sums = begun.take() if begun is not None else (0, None)
             outcome, sums = self.trainable.update(
-                [loss_on(part) for part in parts[num_done:]],
+                [partial(self.loss, part, counts) for part in parts[num_done:]],
                 step=self.step,
-                ranks=self.ranks,
-                lr_scale=self.guard.guard.adjustments.lr_scale,
-                veto=self.guard.veto,
+                ranks=ranks,
+                lr_scale=self.guard.adjustments.lr_scale,
+                veto=self._veto,
                 begun=sums,
                 scaling=scaling,
             )
             return self._note(outcome, sums)
 
-        return self.memory.take(parts, act, ranks=self.ranks, network=self.guard.network)
+        return self.learner.memory.take(parts, act, ranks=ranks, network=self.network)
+
+    def _veto(self, sums: Tensor, grad_norm: float) -> str:
+        return self.guard.judge_update(self.network, self.loss.names, sums, grad_norm, self.grad_clip)
 
     def _note(self, outcome: StepOutcome, sums: Tensor) -> dict[str, float]:
-        self.guard.note(outcome)
-        metrics = dict(zip(self.guard.names, sums.tolist(), strict=True))
+        if not outcome.finite:
+            self.guard.note_non_finite(self.network)
+        metrics = dict(zip(self.loss.names, sums.tolist(), strict=True))
         if outcome.taken:
             self.report.metrics.append(metrics)
             self.report.grad_norms.append(outcome.grad_norm)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from paceline.core.guard import (
     worst,
 )
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.state.optimizer import StepOutcome
 
 
 class UpdateGuard:
@@ -88,12 +86,8 @@ class UpdateGuard:
 
     def note_non_finite(self, network: str) -> None:
         """Counts a step that was skipped because its loss or gradient was not finite."""
-        earlier = [
-            reading
-            for reading in self._readings
-            if (reading.rule, reading.network) == ("non_finite", network)
-        ]
-        number = len(earlier) + 1.0
+        kinds = [(reading.rule, reading.network) for reading in self._readings]
+        number = kinds.count(("non_finite", network)) + 1.0
         self._readings.append(Reading(rule="non_finite", value=number, network=network, num_skipped=1))
 
     def _judged_values(
@@ -141,22 +135,3 @@ class UpdateGuard:
         if reference is None or not math.isfinite(value):
             return None
         return Reading(rule=name, value=value, network=network, reference=reference)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkGuard:
-    """The guard of a network's updates; `names` are the names of its metrics' sums."""
-
-    guard: UpdateGuard
-    network: str
-    names: Sequence[str]
-    grad_clip: float
-
-    def veto(self, sums: Tensor, grad_norm: float) -> str:
-        """Returns why a step must be skipped, else ""."""
-        return self.guard.judge_update(self.network, self.names, sums, grad_norm, self.grad_clip)
-
-    def note(self, outcome: StepOutcome) -> None:
-        """Records the outcome of a step."""
-        if not outcome.finite:
-            self.guard.note_non_finite(self.network)
