@@ -130,8 +130,6 @@ class Standing:
         of_current = [self.current.step] if self.current is not None and self.current.prompts else []
         return sorted(other for other in (*of_current, *self.ahead) if other > step)
 
-    # --- events
-
     def _on_run(self, event: Mapping[str, Any]) -> None:
         self.run_id, self.after_end, self.ended = str(event["run_id"]), self.ended, False
         self._over.clear()

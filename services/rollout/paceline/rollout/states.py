@@ -121,8 +121,9 @@ def advance(standing: RolloutStatus, event: Event) -> RolloutStatus:
         IllegalTransitionError: the move is not allowed in this state, or while the engine sleeps.
         VersionMismatchError: a commit of a version that was not received.
     """
-    if isinstance(event, Committed) and _is_repeated(standing, event):
-        return standing
+    is_serving = standing.state is RolloutState.SERVING
+    if is_serving and isinstance(event, Committed) and event.policy == standing.policy:
+        return standing  # the answer to the first commit was lost
     if standing.state not in _LEGAL_IN[type(event)]:
         raise IllegalTransitionError(
             f"a rollout server that is {standing.state.value} has no move for {type(event).__name__}"
@@ -165,11 +166,6 @@ def _check_awake(standing: RolloutStatus) -> None:
         raise IllegalTransitionError(
             f"nothing can be committed while {parts} of the engine is asleep; wake it"
         )
-
-
-def _is_repeated(standing: RolloutStatus, event: Committed) -> bool:
-    """Returns whether the controller commits again because the answer to its first commit was lost."""
-    return standing.state is RolloutState.SERVING and event.policy == standing.policy
 
 
 def _check_received(standing: RolloutStatus, policy: PolicyTag) -> None:

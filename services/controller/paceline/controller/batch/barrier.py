@@ -159,7 +159,8 @@ class Barrier:
             return Verdict.WRONG_VERSION
         if any(policy.digest != self._commits.get(policy.version) for policy in policies):
             return Verdict.WRONG_DIGEST
-        if key.step != self.step or not 0 <= key.sample_index < self._num_wanted(key):
+        counts = self._counts_of(key.prompt_id) if key.prompt_id in self._expected else {}
+        if key.step != self.step or not 0 <= key.sample_index < counts.get(key.purpose, 0):
             return Verdict.UNKNOWN
         if key.prompt_id in self._aside:
             return Verdict.GROUP_DROPPED
@@ -254,10 +255,6 @@ class Barrier:
             for key in sorted(self._admitted)
             if key.purpose == purpose and not self._has_failed(key.prompt_id) and wanted(key.prompt_id)
         ]
-
-    def _num_wanted(self, key: TrajectoryId) -> int:
-        """Returns how many samples of a trajectory's purpose its group wants."""
-        return self._counts_of(key.prompt_id).get(key.purpose, 0) if key.prompt_id in self._expected else 0
 
     def _counts_of(self, prompt_id: int) -> Mapping[str, int]:
         return self._prompt_counts.get(prompt_id, self._counts)

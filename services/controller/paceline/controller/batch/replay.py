@@ -112,8 +112,6 @@ class ReplayBuffer:
             metrics |= {"replay/age/mean": mean, "replay/age/max": oldest}
         return Replay(rows=tuple(rows), blobs=blobs, metrics=metrics)
 
-    # --- files
-
     def _written(self, step: int) -> Path:
         """Returns the file of a step's trajectories; raises CheckpointError if it was changed."""
         path = self._run.dir / "trajectories" / f"step_{step:06d}.parquet"

@@ -228,8 +228,6 @@ class GuardPolicy:
         scale = max(self._config.min_scale, self.adjustments.lr_scale * self._config.lr_factor)
         self.adjustments = replace(self.adjustments, lr_scale=scale)
 
-    # --- checkpoint
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as plain values."""
         return {

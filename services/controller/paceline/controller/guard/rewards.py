@@ -20,8 +20,8 @@ def readings(batch: Batch, histories: Histories) -> Iterator[Reading]:
     values = values_of_components(batch.samples)
     for name, of_component in values.items():
         if "/" not in name and len(of_component) > 1:
-            histories.add(_history(name), max(of_component) - min(of_component))
-            steps = histories.streak(_history(name), 0.0)
+            histories.add(f"component/{name}", max(of_component) - min(of_component))
+            steps = histories.streak(f"component/{name}", 0.0)
             yield Reading(rule="component_constant", value=float(steps), detail=name)
     dropped = sum(group.reason.startswith(_OF_A_REWARD) for group in batch.dropped)
     yield Reading(rule="reward_errors", value=dropped / max(1, batch.num_groups), detail="dropped groups")
@@ -29,7 +29,3 @@ def readings(batch: Batch, histories: Histories) -> Iterator[Reading]:
         if name.endswith(_FAILED):
             scorer = name.removesuffix(_FAILED)
             yield Reading(rule="reward_errors", value=fmean(of_component), detail=f"responses to {scorer}")
-
-
-def _history(component: str) -> str:
-    return f"component/{component}"

@@ -193,8 +193,6 @@ class Epochs:
             timeout_s=self._config.weights.join_timeout_s,
         )
 
-    # --- calls to several members
-
     async def call_each(
         self,
         members: Sequence[Member],

@@ -14,6 +14,7 @@ from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.progress import Run
 from paceline.controller.verify.digests import file_digest
+from paceline.controller.verify.files.trajectory_files import ranges_text
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.trajectory import Float32Array, ScoredHeader, Trajectory
@@ -115,7 +116,7 @@ class TrajectoryFile:
             "num_sampled_tokens": header.num_sampled_tokens,
             "finish_reason": header.finish_reason.value,
             "server": header.server_id,
-            **({"policy_ranges": _ranges(header)} if self._with_ranges else {}),
+            **({"policy_ranges": ranges_text(header.ranges)} if self._with_ranges else {}),
             **_episode(header.episode),
         }
 
@@ -125,10 +126,6 @@ def _leaf(column: Any) -> str:
     import pyarrow
 
     return f"{column.name}.list.element" if pyarrow.types.is_list(column.type) else str(column.name)
-
-
-def _ranges(header: ScoredHeader) -> str | None:
-    return json.dumps([part.to_plain() for part in header.ranges]) if header.ranges else None
 
 
 def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:

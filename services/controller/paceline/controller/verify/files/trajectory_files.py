@@ -117,7 +117,7 @@ class FileCheck:
             "sample_index": row.key.sample_index,
             "reward": row.reward,
             "policy_version": (row.policy or self.policy).version,
-            **({"policy_ranges": _ranges(row)} if "policy_ranges" in plain else {}),
+            **({"policy_ranges": ranges_text(row.ranges)} if "policy_ranges" in plain else {}),
         }
         stated = {name: plain.get(name) for name in expected}
         return (
@@ -223,8 +223,9 @@ def read_rows(path: Path, prompts: Collection[int]) -> Iterator[tuple[Mapping[st
             yield from ((plain, own) for plain, own in _rows_of(batch) if plain["prompt_id"] in prompts)
 
 
-def _ranges(row: TrajectoryRow) -> str | None:
-    return json.dumps([part.to_plain() for part in row.ranges]) if row.ranges else None
+def ranges_text(ranges: Sequence[PolicyRange]) -> str | None:
+    """Returns the column `policy_ranges` of a row; None if one policy sampled all of it."""
+    return json.dumps([part.to_plain() for part in ranges]) if ranges else None
 
 
 def _contribution(value: float, shape: Shape) -> float:
@@ -251,14 +252,10 @@ def _arrays(column: Any) -> Iterator[npt.NDArray[Any] | None]:
         yield values[offsets[place] : offsets[place + 1]] if is_valid else None
 
 
-def _parsed(text: str) -> Mapping[str, float]:
-    components = _json(text)
-    return components if isinstance(components, dict) else {}
-
-
 @lru_cache(maxsize=1024)
-def _json(text: str) -> Any:
-    return json.loads(text)
+def _parsed(text: str) -> Mapping[str, float]:
+    components = json.loads(text)
+    return components if isinstance(components, dict) else {}
 
 
 @lru_cache(maxsize=64)

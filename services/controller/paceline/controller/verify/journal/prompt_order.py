@@ -82,8 +82,9 @@ class PromptOrder:
         # If a controller only finished a step, the one before it had drawn the prompts.
         step = int(entry["step"])
         reached = [self._after.get(step, self._draw.state), *self._ends]
-        chosen = _state(stated).chosen
-        if _state(stated) not in [self._with_chosen(state, chosen) for state in reached]:
+        end = MixtureState.from_plain(stated)
+        ends = [replace(state, chosen=end.chosen) for state in reached] if self._weights_chosen else reached
+        if end not in ends:
             self._breach_of_i2(
                 f"the cursor stands at {stated} after step {entry['step']}, but what was dispatched leads to "
                 f"{_plain(reached[0])}",
@@ -106,13 +107,10 @@ class PromptOrder:
             )
         self._go_to(stated)
 
-    def _with_chosen(self, state: MixtureState, chosen: tuple[float, ...] | None) -> MixtureState:
-        return replace(state, chosen=chosen) if self._weights_chosen else state
-
     def _go_to(self, stated: Mapping[str, Any]) -> None:
         self._draw = self._known
         if stated:
-            self._finished, self._ends, self._after = _state(stated), [], {}
+            self._finished, self._ends, self._after = MixtureState.from_plain(stated), [], {}
 
     def _take(self, step: int) -> list[int] | None:
         if self._draw is None or self._finished is None:
@@ -121,10 +119,6 @@ class PromptOrder:
         prompts = sorted(self._draw.take(step))
         self._after[step] = self._draw.state
         return prompts
-
-
-def _state(plain: Mapping[str, Any]) -> MixtureState:
-    return MixtureState.from_plain(plain)
 
 
 def _plain(state: MixtureState | None) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ another persona.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.core.samples.chat import Message, ToolSpec
@@ -100,14 +100,13 @@ class Conversation:
             said = joiner.without_control(message.content if text is None else text)
             plain: dict[str, object] = {"role": role, "content": said}
             if text is None and message.tool_calls:
-                calls = [_call(call.name, call.arguments) for call in message.tool_calls]
+                calls = [
+                    {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                    for c in message.tool_calls
+                ]
                 plain["tool_calls"] = joiner.without_control(calls)
             return plain
         return joiner.plain(message, is_cut=False)
-
-
-def _call(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def _form(message: Message) -> str:
