@@ -22,7 +22,6 @@ from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
     EpisodeEnvironment,
     EpisodeTask,
-    Session,
 )
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
@@ -105,10 +104,25 @@ class Episodes:
             return await self._attempts(group, index, serial, slot, grow)
 
     async def _attempts(self, group: PromptGroup, index: int, serial: str, slot: Slot, grow: Grow) -> Draw:
+        async def generate(request: SampleRequest) -> Sample:
+            samples = await self._engine.generate([request])
+            self._check(group, samples)
+            shared = len(group.prompt_token_ids) if index else 0
+            grow(max(len(request.prompt_token_ids) + len(samples[0].token_ids) - shared, 0))
+            return samples[0]
+
         for retry in itertools.count():
-            session = self._environment.session(EpisodeTask.of(group, index, self._next_attempt()))
+            attempt = AttemptParts(
+                group=group,
+                index=index,
+                session=self._environment.session(EpisodeTask.of(group, index, self._next_attempt())),
+                generate=generate,
+                rules=self._rules,
+                slot=slot,
+                serial=f"{serial}.{retry}",
+            )
             try:
-                drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", grow)
+                drawn = await self._run(attempt)
                 slot.end()
                 return drawn
             except EnvironmentLostError as error:
@@ -119,39 +133,12 @@ class Episodes:
                 await asyncio.sleep(_PAUSE_S * 2**retry)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _run(
-        self,
-        group: PromptGroup,
-        index: int,
-        session: Session,
-        slot: Slot,
-        serial: str,
-        grow: Grow,
-    ) -> Draw:
-        async def generate(request: SampleRequest) -> Sample:
-            sample = await self._generate(group, request)
-            shared = len(group.prompt_token_ids) if index else 0
-            grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
-            return sample
-
-        attempt = AttemptParts(
-            group=group,
-            index=index,
-            session=session,
-            generate=generate,
-            rules=self._rules,
-            slot=slot,
-            serial=serial,
-        )
+    async def _run(self, attempt: AttemptParts) -> Draw:
         if self._endpoint is None:
             return await run_episode(attempt)
+        session = attempt.session
         assert isinstance(session, DrivenSession), "rollout.environment.drives names a service"
         return await drive_episode(attempt, session, self._endpoint)
-
-    async def _generate(self, group: PromptGroup, request: SampleRequest) -> Sample:
-        samples = await self._engine.generate([request])
-        self._check(group, samples)
-        return samples[0]
 
     def _next_attempt(self) -> int:
         """Returns the time in microseconds, which rises across servers, restarts and a lost broker."""
