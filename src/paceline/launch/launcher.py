@@ -34,7 +34,7 @@ from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.presence import Presence
 from paceline.launch.processes.process_tree import ProcessTree
 from paceline.launch.processes.restarts import RestartHistory, RestartRule
-from paceline.launch.processes.scratch import Scratch
+from paceline.launch.processes.scratch import scratch_folder
 from paceline.launch.services import Services, Unit
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient
@@ -118,10 +118,10 @@ class _Launcher:
             .with_token(joining.keep_token(run_dir, token) if is_open else token)
         )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
-        self._scratch = Scratch()
+        self._scratch = scratch_folder()
         # No grace period: the controller is told before services are ended here, or else the launcher has
         # died.
-        self._tree = ProcessTree(run_dir / "logs", env={**self._scratch.env, STOP_GRACE: "0"})
+        self._tree = ProcessTree(run_dir / "logs", env={"TMPDIR": self._scratch.name, STOP_GRACE: "0"})
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(
             self._tree,
@@ -464,7 +464,7 @@ class _Launcher:
                 redis.end(keep_data=not outcome.ok and not self._signal.done())
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
-            self._scratch.remove()
+            self._scratch.cleanup()
             with contextlib.suppress(EnvironmentLackError):  # the disk is full, as the outcome says
                 run_dirs.end_note(self._run_dir, self._note, outcome.message)
 

@@ -1,8 +1,9 @@
-"""Ends asyncio tasks."""
+"""Ends asyncio tasks, and waits for events."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 
@@ -11,3 +12,11 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Returns once the event is set, or after `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        # `wait_for` would ignore a cancellation at the moment in which the wait ends.
+        async with asyncio.timeout(seconds):
+            await event.wait()

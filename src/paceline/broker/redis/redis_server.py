@@ -154,7 +154,7 @@ class RedisServer:
             folder=folder,
             binary=find_server(),
             port=port,
-            max_memory_bytes=(max_memory_mib or max(1, _quarter_of_memory_mib() // num_servers)) * 2**20,
+            max_memory_bytes=(max_memory_mib or max(1, host_bytes() // 4 // 2**20 // num_servers)) * 2**20,
             is_durable=is_durable,
             die_with_parent=die_with_parent,
         )
@@ -346,11 +346,6 @@ class RedisServer:
 def _quoted(path: Path) -> str:
     text = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
-
-
-def _quarter_of_memory_mib() -> int:
-    """Returns a quarter of the machine's memory, or of the container's limit if that is lower."""
-    return max(1, host_bytes() // 4 // 2**20)
 
 
 def _free_port() -> int:

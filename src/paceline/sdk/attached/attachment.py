@@ -19,7 +19,7 @@ from paceline.service.attach.attaching import AttachedClient, ClientOptions
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.runtime import ServiceContext, run_service
-from paceline.service.tasks import cancel
+from paceline.service.tasks import cancel, wait_at_most
 
 _log = logging.getLogger(__name__)
 
@@ -150,9 +150,7 @@ class Attachment(Generic[TaskT, AnswerT]):
         if streams:
             await asyncio.wait(streams, timeout=_LOOK_UP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_UP_EVERY_S):
-                await self._stopping.wait()
+        await wait_at_most(self._stopping, _LOOK_UP_EVERY_S)
 
     def _has_ended(self, stream: asyncio.Task[None]) -> bool:
         """Returns whether the run is over; False after the loss of one server of several."""

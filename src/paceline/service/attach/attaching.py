@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -25,6 +24,7 @@ from paceline.core.attached_clients.attachment import (
     Work,
 )
 from paceline.core.errors import DeadlineError, EnvironmentLackError, PeerLostError, ProtocolError
+from paceline.service.tasks import wait_at_most
 
 _log = logging.getLogger(__name__)
 
@@ -103,9 +103,7 @@ class AttachedClient(Generic[TaskT, AnswerT]):
                     _log.info("%s: %s", self._options.peer, leave.reason)
                     return
                 pause_s, last = _FIRST_PAUSE_S, time.monotonic()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._stopping.wait()
+            await wait_at_most(self._stopping, pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 

@@ -28,6 +28,7 @@ from paceline.core.attached_clients.attachment import (
 from paceline.core.attached_clients.dispatch import MAX_TRIES, Failure, Reception, TaskDispatcher
 from paceline.core.errors import ConfigError, DeadlineError, ProtocolError
 from paceline.core.text import one_line
+from paceline.service.tasks import wait_at_most
 
 _log = logging.getLogger(__name__)
 
@@ -220,9 +221,7 @@ class Gateway(Generic[TaskT, AnswerT]):
                 yield stream.leave
                 until = time.monotonic() + self._options.answer_within_s + _LEAVE_GRACE_S
                 continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    await stream.changed.wait()
+            await wait_at_most(stream.changed, max(0.0, until - time.monotonic()))
             stream.changed.clear()
             if time.monotonic() >= until:
                 if has_left:

@@ -32,6 +32,7 @@ from paceline.service.identity.credentials import Credentials
 from paceline.service.observability import metrics, telemetry
 from paceline.service.observability.usage import UsageSampler
 from paceline.service.process import STARTED_AS
+from paceline.service.tasks import wait_at_most
 from paceline.wire.calls.members import member_kind_to_proto, usage_to_proto
 from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.records import from_proto
@@ -240,7 +241,7 @@ class ControllerLink:
                 on_drain()
             if answer.known:
                 self._note(answer, may_leave)
-                await self._pause(heartbeat_s)
+                await wait_at_most(self._poked, heartbeat_s)
             elif not await self._register_again(report()) and on_reregistered is not None:
                 on_reregistered()
 
@@ -322,13 +323,6 @@ class ControllerLink:
             )
         is_serving = report.state is RolloutState.SERVING and report.policy is not None
         return is_serving and report.policy == after.policy
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._poked.wait()
-        except TimeoutError:
-            return
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paceline.core.attached_clients.attachment import (
@@ -52,11 +52,9 @@ GroupResult = Result | tuple[tuple[str, Result], ...]
 
 def scorer_message_to_proto(message: FromClient[GroupAnswer]) -> reward_pb2.ScorerMessage:
     """Encodes a message of an attached scorer."""
-
-    def answers(rows: Sequence[tuple[int, GroupAnswer]]) -> reward_pb2.ScoreAnswers:
-        return reward_pb2.ScoreAnswers(answers=[_answer_to_proto(*row) for row in rows])
-
-    return client_message_to_proto(message, reward_pb2.ScorerMessage, answers)
+    return client_message_to_proto(
+        message, reward_pb2.ScorerMessage, reward_pb2.ScoreAnswers, _answer_to_proto
+    )
 
 
 def _answer_to_proto(ticket: int, answer: GroupAnswer) -> reward_pb2.ScoreAnswer:
@@ -89,11 +87,7 @@ def _answer_from_proto(row: reward_pb2.ScoreAnswer) -> GroupResult:
 
 def gateway_message_to_proto(message: ToClient[Task]) -> reward_pb2.GatewayMessage:
     """Encodes a message to an attached scorer."""
-
-    def work(tasks: Sequence[tuple[int, Task]]) -> reward_pb2.ScoreTasks:
-        return reward_pb2.ScoreTasks(tasks=[_task_to_proto(*task) for task in tasks])
-
-    return server_message_to_proto(message, reward_pb2.GatewayMessage, work)
+    return server_message_to_proto(message, reward_pb2.GatewayMessage, reward_pb2.ScoreTasks, _task_to_proto)
 
 
 def _task_to_proto(ticket: int, task: Task) -> reward_pb2.ScoreTask:
@@ -132,9 +126,12 @@ def result_or_error(message: reward_pb2.ScoreResult) -> Result:
 
 
 def client_message_to_proto(
-    message: FromClient[T], kind: Callable[..., P], answers: Callable[[Sequence[tuple[int, T]]], object]
+    message: FromClient[T],
+    kind: Callable[..., P],
+    answers: Callable[..., Any],
+    write: Callable[[int, T], Any],
 ) -> P:
-    """Encodes a client's message as a `kind`; `answers` makes its field `answers`."""
+    """Encodes a client's message as a `kind`, with field `answers` of this type; `write` encodes a row."""
     match message:
         case Hello():
             hello = to_proto(message, attachment_pb2.AttachHello, data_sources=sorted(message.data_sources))
@@ -144,7 +141,7 @@ def client_message_to_proto(
         case Leave():
             return kind(leave=to_proto(message, attachment_pb2.AttachLeave))
         case Answers(rows):
-            return kind(answers=answers(rows))
+            return kind(answers=answers(answers=[write(*row) for row in rows]))
 
 
 def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromClient[T]:
@@ -171,16 +168,16 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
 
 
 def server_message_to_proto(
-    message: ToClient[T], kind: Callable[..., P], work: Callable[[Sequence[tuple[int, T]]], object]
+    message: ToClient[T], kind: Callable[..., P], work: Callable[..., Any], write: Callable[[int, T], Any]
 ) -> P:
-    """Encodes a message to a client as a `kind`; `work` makes its field `work`."""
+    """Encodes a message to a client as a `kind`, with field `work` of this type; `write` encodes a task."""
     match message:
         case Welcome():
             return kind(welcome=to_proto(message, attachment_pb2.AttachWelcome))
         case Leave():
             return kind(leave=to_proto(message, attachment_pb2.AttachLeave))
         case Work(tasks):
-            return kind(work=work(tasks))
+            return kind(work=work(tasks=[write(*task) for task in tasks]))
 
 
 def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClient[T]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.errors import InvalidMessageError
 from paceline.core.samples.episode import Play, Played
@@ -21,11 +19,7 @@ from paceline.wire.json_object import read_json_object, write_json_object
 
 def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
     """Encodes a message of an attached environment."""
-
-    def answers(rows: Sequence[tuple[int, Played]]) -> pb.PlayAnswers:
-        return pb.PlayAnswers(answers=[_played_to_proto(ticket, played) for ticket, played in rows])
-
-    return client_message_to_proto(message, pb.PlayerMessage, answers)
+    return client_message_to_proto(message, pb.PlayerMessage, pb.PlayAnswers, _played_to_proto)
 
 
 def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
@@ -40,11 +34,7 @@ def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
 
 def play_gateway_message_to_proto(message: ToClient[Play]) -> pb.PlayGatewayMessage:
     """Encodes a message to an attached environment."""
-
-    def work(tasks: Sequence[tuple[int, Play]]) -> pb.PlayTasks:
-        return pb.PlayTasks(tasks=[_play_to_proto(ticket, play) for ticket, play in tasks])
-
-    return server_message_to_proto(message, pb.PlayGatewayMessage, work)
+    return server_message_to_proto(message, pb.PlayGatewayMessage, pb.PlayTasks, _play_to_proto)
 
 
 def play_gateway_message_from_proto(message: pb.PlayGatewayMessage) -> ToClient[Play]:

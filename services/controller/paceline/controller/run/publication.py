@@ -27,6 +27,7 @@ from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, We
 from paceline.core.members import LearnerState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.service.observability.telemetry import span
+from paceline.service.tasks import wait_at_most
 
 log = logging.getLogger(__name__)
 
@@ -261,10 +262,7 @@ class Publication:
 
     async def _call_off(self, serving: asyncio.Task[None]) -> None:
         """Ends the task; a push under way is finished within seconds or abandoned."""
-        with contextlib.suppress(TimeoutError):
-            # `wait_for` would ignore a cancellation at the moment in which the wait ends.
-            async with asyncio.timeout(_GRACE_S):
-                await self._idle.wait()
+        await wait_at_most(self._idle, _GRACE_S)
         serving.cancel()
         await asyncio.wait([serving])
         epoch = self._push.epochs.current

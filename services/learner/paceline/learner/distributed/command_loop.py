@@ -22,11 +22,12 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
+
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.collectives import CommandError, agree, broadcast_bytes
 from paceline.learner.distributed.ranks import Ranks
-from paceline.wire.commands import decode_command, encode_command
 
 Arguments = Mapping[str, Any]
 Handler = Callable[[Arguments], Any]
@@ -150,8 +151,9 @@ class CommandLoop:
         name, arguments = (KEEP_ALIVE, {}) if command is None else (command.name, command.arguments)
         if self._ranks.world.size == 1:
             return name, arguments
-        message = encode_command(name, arguments) if self._ranks.world.rank == 0 else b""
-        return decode_command(broadcast_bytes(message, self._ranks))
+        message = msgpack.packb([name, dict(arguments)]) if self._ranks.world.rank == 0 else b""
+        name, arguments = msgpack.unpackb(broadcast_bytes(message, self._ranks))
+        return name, arguments
 
     def _execute(self, name: str, arguments: Arguments) -> Any:
         result: Any = None

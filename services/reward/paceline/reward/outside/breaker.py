@@ -8,7 +8,6 @@ TRYING   one call is made, the rest wait  --it succeeds--> CLOSED, --it fails-->
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from paceline.reward.scoring.scorer import to_nobody
+from paceline.service.tasks import wait_at_most
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ class Breaker:
             if now >= until:
                 return False
             end = min(until, self._opened_until) if self.state is BreakerState.OPEN else until
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), end - now)
+            await wait_at_most(self._changed, end - now)
         return True
 
     def succeeded(self) -> None:

@@ -83,7 +83,12 @@ def run(args: argparse.Namespace) -> int:
     sets = _sets(args.data)
     folder, step = _run_of(args.target)
     is_config = folder is None and args.target.endswith((".yaml", ".yml"))
-    tree: dict[str, Any] = _tree_of_run(folder) if folder else _tree_of(args.target) if is_config else {}
+    tree: dict[str, Any] = {}
+    if folder is not None:
+        tree = yaml.safe_load((folder / run_dirs.RESOLVED).read_text(encoding="utf-8"))
+    elif is_config:
+        tree = load(RunConfig, args.target).model_dump(mode="json")
+    tree = {section: values for section, values in tree.items() if section not in _OF_TRAINING}
     tree["data"] = _data(tree.get("data", {}), sets, args)
     last = Path(args.target).stem if is_config else args.target.strip("/").rpartition("/")[2]
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", last) or "model"
@@ -126,20 +131,6 @@ def _run_of(target: str) -> tuple[Path | None, str]:
         if (folder / run_dirs.RESOLVED).is_file():
             return folder.resolve(), step or "latest"
     return None, ""
-
-
-def _tree_of_run(folder: Path) -> dict[str, Any]:
-    """Returns the parts of a run's configuration that concern data, rewards and servers."""
-    return _without_training(yaml.safe_load((folder / run_dirs.RESOLVED).read_text(encoding="utf-8")))
-
-
-def _tree_of(config: str) -> dict[str, Any]:
-    """Returns these parts of a configuration file, which no run has resolved yet."""
-    return _without_training(load(RunConfig, config).model_dump(mode="json"))
-
-
-def _without_training(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {section: values for section, values in tree.items() if section not in _OF_TRAINING}
 
 
 _OPTIONS = ("n", "temperature", "right_above")
