@@ -13,7 +13,7 @@ from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.sdk import EnvironmentServer, Outcome, agent
 from paceline.service.identity.credentials import Credentials
-from support.episodes import episodes, group
+from support.episodes import episodes, group, patient_abandonment
 
 if TYPE_CHECKING:
     import openai
@@ -41,7 +41,11 @@ async def play(
     """Episodes of an agent over the wire, from the rollout server's side."""
     endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
     await endpoint.start()
-    async with EnvironmentServer(agent(function), token="secret") as server, asyncio.timeout(120):
+    async with (
+        EnvironmentServer(agent(function), token="secret") as server,
+        asyncio.timeout(120),
+        patient_abandonment(),
+    ):
         remote = RemoteEnvironment(
             RemoteEnvironmentOptions(
                 address=server.address,

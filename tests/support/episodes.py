@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from paceline.core.samples.chat import Message
 from paceline.core.samples.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.episodes.environment import EpisodeTask, Grade, Opening, TurnResult
+from paceline.rollout.episodes.environments import remote
 from paceline.rollout.episodes.group import Episodes
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules
@@ -169,3 +172,10 @@ def episodes(
         endpoint=endpoint,
         max_context_tokens=max_context_tokens,
     )
+
+
+@asynccontextmanager
+async def patient_abandonment() -> AsyncIterator[None]:
+    """Lets a rollout server wait until an environment has freed an episode, however busy the machine is."""
+    with mock.patch.object(remote, "_ABANDON_S", 60.0):
+        yield

@@ -21,7 +21,7 @@ from paceline.sdk.served.sessions import Sessions
 from paceline.service.identity.credentials import Credentials
 from support.clocks import ManualClock
 from support.environments import Bad, Guess
-from support.episodes import Script, call, episodes, group, text
+from support.episodes import Script, call, episodes, group, patient_abandonment, text
 
 TASK = EpisodeTask(
     run_id="r", trajectory_id="train:1:7:0", attempt=5, task={"level": 2}, task_seed=17, episode_seed=3
@@ -33,7 +33,7 @@ KEY = ("r", "train:1:7:0")
 async def served(
     make: Any = Guess, *, call_s: float = 30.0, **options: Any
 ) -> AsyncIterator[tuple[RemoteEnvironment, EnvironmentServer]]:
-    async with EnvironmentServer(make, token="secret", **options) as server:
+    async with EnvironmentServer(make, token="secret", **options) as server, patient_abandonment():
         remote = RemoteEnvironment(
             RemoteEnvironmentOptions(
                 address=server.address, call_s=call_s, lease_s=30.0, credentials=Credentials(token="secret")
