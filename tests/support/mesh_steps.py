@@ -31,7 +31,7 @@ from support.learner_ranks import WAIT_S
 from support.learner_scenarios import numbers, save, take_step
 
 NUM_PROMPTS = 4
-NUM_STEPS = 2
+NUM_STEPS = 3
 MESHES: dict[str, tuple[int, int | None, int]] = {
     "one copy": (1, None, 1),
     "2 copies": (1, 2, 1),
