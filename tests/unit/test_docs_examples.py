@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import re
 import shlex
 import textwrap
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli.main import _ROOMS as ROOMS
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import COMMANDS, command_module
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
@@ -87,8 +85,7 @@ def test_a_command_takes_what_an_example_gives_it(page: Path) -> None:
             if not (match := re.match(r"(?:\w+=\S* )*paceline (.*?)(?: [|&>].*|$)", line)):
                 continue
             name, *words = shlex.split(match[1], comments=True)
-            room = next(room for room, commands in ROOMS.items() if name in commands)
-            command = importlib.import_module(f"paceline.cli.commands.{room}.{name.replace('-', '_')}")
+            command = command_module(name)
             parser = argparse.ArgumentParser(prog=line, exit_on_error=False)
             command.add_arguments(parser)
             parser.parse_intermixed_args(words)

@@ -27,6 +27,7 @@ from paceline.rollout import check as rollout_check
 from paceline.rollout.engines import loading
 from paceline.rollout.engines.base import Engine
 from paceline.service import packages
+from paceline.service.member.check import run_check
 from paceline.sizing.machine import is_cpu_build
 from paceline.weights.geometry.layout import RankLayout
 from support.fake_engine import FakeEngine
@@ -141,7 +142,7 @@ def test_given_rows_are_scored_by_the_engine_that_is_named(
     (tmp_path / "scored_rows.json").write_text(
         '[{"prompt": [1], "response": [2], "log_probs": [-1.0], "images": []}]'
     )
-    assert rollout_check.main(["log-probs", "other", str(tmp_path)]) == 0
+    assert run_check("rollout", rollout_check.CHECKS, ["log-probs", "other", str(tmp_path)]) == 0
     assert asked == [(tmp_path, 1)]
     assert capsys.readouterr().out == ("Another's log-probs are the learner's (largest difference 2.0e-05)\n")
 

@@ -11,6 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
@@ -126,11 +127,16 @@ def _run_installed(name: str, words: Sequence[str]) -> int:
         return EXIT_GIVEN
 
 
-def _run(name: str, words: Sequence[str]) -> int:
+def command_module(name: str) -> ModuleType:
+    """Returns the module with the sub-command's `add_arguments` and `run`."""
     room = next(room for room, commands in _ROOMS.items() if name in commands)
+    module = _MODULES.get(name, name.replace("-", "_"))
+    return importlib.import_module(f"paceline.cli.commands.{room}.{module}")
+
+
+def _run(name: str, words: Sequence[str]) -> int:
     with without_collections():
-        module = _MODULES.get(name, name.replace("-", "_"))
-        command = importlib.import_module(f"paceline.cli.commands.{room}.{module}")
+        command = command_module(name)
     summary = COMMANDS[name]
     command_parser = argparse.ArgumentParser(
         prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}."
