@@ -16,7 +16,8 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.image_states import train_tower, vision_tower
 from paceline.learner.model.loading import as_fsdp, local_rows
 from paceline.learner.model.networks import body_of
-from paceline.models.model_shape import ModelShape, TowerShape
+from paceline.models.model_shape import ModelShape
+from paceline.models.tower_shape import TowerShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from support.image_ranks import build, take_image_step
 from support.image_rows import write_tiny_vl

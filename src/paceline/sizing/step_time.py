@@ -133,14 +133,13 @@ def learning_time(config: RunConfig, shape: ModelShape, card: Card) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """One step's work. `prompt`, `response`: mean tokens of each; `longest`: tokens of the longest answer."""
+    """One step's work. `prompt`, `response`: mean tokens of each."""
 
     config: RunConfig
     shape: ModelShape
     card: Card
     prompt: int
     response: int
-    longest: int
 
     @classmethod
     def of(
@@ -157,7 +156,6 @@ class _Batch:
             card=card,
             prompt=prompt or config.data.max_prompt_length,
             response=response or config.data.max_response_length,
-            longest=config.data.max_response_length,
         )
 
     @property
@@ -195,7 +193,7 @@ class _Batch:
         at_once = min(rows, rollout.max_num_seqs, self._most_cached(cached))
         # An engine takes new sequences as others end. At the end only the longest of the last ones is left.
         tokens = rows * self.response
-        steps = tokens / at_once + max(0, self.longest - self.response)
+        steps = tokens / at_once + max(0, self.config.data.max_response_length - self.response)
         running = tokens / steps
         touched = 1.0
         if shape.num_experts:

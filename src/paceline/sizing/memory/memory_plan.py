@@ -6,9 +6,9 @@ peaks of a 7B model and of a Mixture of Experts within a twentieth (tests/unit/c
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
@@ -197,9 +197,9 @@ class MemoryPlan:
         lean = learner.changed(kept_share=0.0, keeps_gathered=False)
 
         def most_tokens(memory: LearnerMemory) -> int | None:
-            return _largest(
-                longest, learner.num_tokens, lambda number: memory.changed(num_tokens=number).most <= total
-            )
+            sizes = range(longest, learner.num_tokens)
+            fitting = bisect_left(sizes, True, key=lambda n: memory.changed(num_tokens=n).most > total)
+            return sizes[fitting - 1] if fitting else None
 
         if (tokens := most_tokens(learner)) is not None:
             return f"set actor.ppo_max_token_len_per_gpu to at most {tokens}, or recompute activations"
@@ -256,16 +256,6 @@ class MemoryPlan:
     def _ranks(self) -> str:
         """Names the setting that says how many ranks share the weights."""
         return "learner.world_size" + ("" if self.config.learner.ranks_per_copy is None else " and fsdp_size")
-
-
-def _largest(low: int, high: int, fits: Any) -> int | None:
-    """Returns the largest number in [low, high) that fits, if smaller ones fit, too; None if none fits."""
-    if low >= high or not fits(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _sum(parts: Parts) -> str:

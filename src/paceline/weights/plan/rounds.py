@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -87,35 +87,21 @@ def _loads(flows: Sequence[Flow]) -> list[tuple[int, int]]:
     Flows with the same cargo, to replicas that are served separately, are packed once.
     """
     packed = {flow.content: flow for flow in flows}.values()
-    sources, sets = _Sums(), _Sums()
-    for flow in packed:
-        sources.add(flow.source, flow.volume)
-    for flow in flows:
-        sets.add(flow.members, flow.volume)
-    members = _Sums()
-    for ranks in sets.volumes:
-        for rank in ranks:
-            members.add(rank, sets.volumes[ranks], sets.counts[ranks])
+    of_source = _counts_and_volumes((flow.source, 1, flow.volume) for flow in packed)
+    of_set = _counts_and_volumes((flow.members, 1, flow.volume) for flow in flows)
+    of_rank = _counts_and_volumes((rank, *sums) for ranks, sums in of_set.items() for rank in ranks)
     most = {
-        ranks: (max(map(members.counts.__getitem__, ranks)), max(map(members.volumes.__getitem__, ranks)))
-        for ranks in sets.volumes
+        ranks: (max(of_rank[rank][0] for rank in ranks), max(of_rank[rank][1] for rank in ranks))
+        for ranks in of_set
     }
-    return [
-        (
-            max(sources.counts[flow.source], most[flow.members][0]),
-            max(sources.volumes[flow.source], most[flow.members][1]),
-        )
-        for flow in flows
-    ]
+    ends = ((of_source[flow.source], most[flow.members]) for flow in flows)
+    return [(max(one[0], other[0]), max(one[1], other[1])) for one, other in ends]
 
 
-class _Sums:
-    """Sums the numbers and elements of flows by a key."""
-
-    def __init__(self) -> None:
-        self.counts: dict[Any, int] = {}
-        self.volumes: dict[Any, int] = {}
-
-    def add(self, key: object, volume: int, count: int = 1) -> None:
-        self.counts[key] = self.counts.get(key, 0) + count
-        self.volumes[key] = self.volumes.get(key, 0) + volume
+def _counts_and_volumes(rows: Iterable[tuple[Any, int, int]]) -> dict[Any, tuple[int, int]]:
+    """Adds up counts and volumes by key."""
+    sums: dict[Any, tuple[int, int]] = {}
+    for key, count, volume in rows:
+        before = sums.get(key, (0, 0))
+        sums[key] = before[0] + count, before[1] + volume
+    return sums
