@@ -32,7 +32,7 @@ from paceline.weights.transport.connecting import Connecting
 from paceline.weights.transport.group import WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Abandonment, Deadline, abandon, open_store
-from paceline.weights.transport.shared_group import SharedGroup, form_group
+from paceline.weights.transport.shared_group import SharedGroup, group_kind
 from support.fake_gpt_oss import EXPERTS, ROUTER, LearnersTensors, fake_gpt_oss
 from support.fake_vllm import add_parameter, fake_qwen2
 from support.reference_digest import digest_array
@@ -529,7 +529,9 @@ def test_several_learners_share_the_work_and_their_digests_add_up(shared: bool) 
 
     def learn(rank: int) -> torch.Tensor:
         own = None if rank else store
-        group = form_group(spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=LONG_S, store=own)
+        group = group_kind(spec).form(
+            spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=LONG_S, store=own
+        )
         shards = {part.param: named[part.name].detach()[part.box.slices] for part in sources[rank].slices}
         group.send(shards, Deadline("push", LONG_S))
         total = group.sum_at_first(torch.tensor([rank + 1, -(2**62)]), Deadline("sum", LONG_S))

@@ -187,7 +187,7 @@ class ModelShape:
                 num_chosen=_number(tree, "num_experts_per_tok"),
                 shared=shared,
                 weighs_shared=family.weighs_shared_expert,
-                num_dense=_num_dense(tree, num_layers) if num_experts else 0,
+                num_dense=num_layers - len(layers_with_experts(tree)) if num_experts else 0,
                 dense=dense,
                 head_norms=attention_width + kv_width if family.has_joint_norms else norms,
                 has_plain_norms=has_norms and family.has_plain_norms,
@@ -369,11 +369,6 @@ def _mlp(hidden: int, width: int) -> dict[str, tuple[int, int]]:
 def _number(tree: Mapping[str, Any], *names: str) -> int:
     """Returns the first of these sizes that config.json has; 0 if it has none of them."""
     return int(next((tree[name] for name in names if tree.get(name)), 0))
-
-
-def _num_dense(tree: Mapping[str, Any], num_layers: int) -> int:
-    """Counts the layers without experts."""
-    return num_layers - len(layers_with_experts(tree))
 
 
 def layers_with_experts(tree: Mapping[str, Any]) -> tuple[int, ...]:

@@ -100,7 +100,8 @@ def choose_update(
         for gpu in known
     )
     shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
-    on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.num_shards
+    num_averaged = shape.num_parameters * (2 if "critic" in config.needs else 1)
+    on_host = (_OFFLOADED + _COPIED) * num_averaged * len(known) // config.learner.num_shards
 
     def seconds(choice: UpdateChoice) -> tuple[bool, bool, float]:
         time = learning_time(choice.put_into(config), shape, card)
@@ -110,10 +111,11 @@ def choose_update(
 
     def has_room(choice: UpdateChoice, learner: LearnerMemory) -> bool:
         left = host_bytes - (on_host if choice.memory.offloads else 0)
+        stays = learner.kept_beside(config)  # next to engines that are awake in their turn
         return (
             learner.most <= USABLE_SHARE * free
             and learner.host_inputs * len(known) <= choice.memory.host_share * max(0, left)
-            and _leaves_room(config, learner, shared)
+            and all(stays + engine_budget(config, total) <= total for total in shared)
         )
 
     for context in sizes:
@@ -163,13 +165,3 @@ def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
 def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
     """Returns a sort key: the smallest needs the least memory."""
     return not form.offloads, form.kept_share > 0, form.keeps_gathered, form.accumulates
-
-
-def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
-    return shape.num_parameters * (2 if "critic" in config.needs else 1)
-
-
-def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
-    """Returns whether the learner's resident memory fits next to engines that are awake in their turn."""
-    stays = learner.kept_beside(config)
-    return all(stays + engine_budget(config, total) <= total for total in totals)

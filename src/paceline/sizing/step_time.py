@@ -127,7 +127,7 @@ class StepTime:
 
 def learning_time(config: RunConfig, shape: ModelShape, card: Card) -> float:
     """Returns the seconds of scoring and update, for answers of the greatest length."""
-    batch = _Batch.of(config, shape, card)
+    batch = _Batch.of(config, shape, card, None, None)
     return batch.scoring + batch.update
 
 
@@ -143,12 +143,7 @@ class _Batch:
 
     @classmethod
     def of(
-        cls,
-        config: RunConfig,
-        shape: ModelShape,
-        card: Card,
-        prompt: int | None = None,
-        response: int | None = None,
+        cls, config: RunConfig, shape: ModelShape, card: Card, prompt: int | None, response: int | None
     ) -> _Batch:
         return cls(
             config=config.with_compile(on_gpu=True),

@@ -342,7 +342,8 @@ class LearnerMemory:
         if self.compiled and self.kept_share:  # no compiled layers exchange tokens
             return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
-        inputs = (recomputed - self._num_inputs_away) * self.layer_input
+        # The inputs of two layers are on the GPU as well as on the host.
+        inputs = (recomputed - max(0, self._num_inputs_on_host - 2)) * self.layer_input
         kept = (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
         return inputs + kept + self._exchanged + recomputed * self._rows_order
 
@@ -374,11 +375,6 @@ class LearnerMemory:
             return 0
         most = self.shape.num_layers if self.host_limit is None else self.host_limit // self.layer_input
         return min(self.shape.num_layers, most)
-
-    @property
-    def _num_inputs_away(self) -> int:
-        """Number of inputs that are on the host alone: of two layers they are on the GPU, too."""
-        return max(0, self._num_inputs_on_host - 2)
 
     @property
     def _layer(self) -> int:

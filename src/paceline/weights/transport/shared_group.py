@@ -22,7 +22,6 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.core.errors import WeightSyncError
-from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.transport.group import DTYPES, Message, Pending, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, epoch_store, make_signal_group
@@ -45,7 +44,7 @@ class _Behind:
 
 
 class SharedGroup(WeightGroup):
-    """Represents a rank in a group with stand-ins; made by `form_group`."""
+    """Represents a rank in a group with stand-ins; see `group_kind`."""
 
     def _take_staging(self) -> None:
         self._signals: Any = None
@@ -274,15 +273,6 @@ def _view(slots: Sequence[torch.Tensor], part: Slice) -> torch.Tensor:
     return slots[part.slot][part.begin : part.begin + part.size]
 
 
-def form_group(
-    spec: WeightGroupSpec,
-    *,
-    rank: int,
-    layout: RankLayout,
-    device: torch.device,
-    timeout_s: float,
-    store: Store | None = None,
-) -> WeightGroup:
-    """Joins the group of `spec`, with or without stand-ins; see `WeightGroup.form`."""
-    kind = SharedGroup if spec.shared else WeightGroup
-    return kind.form(spec, rank=rank, layout=layout, device=device, timeout_s=timeout_s, store=store)
+def group_kind(spec: WeightGroupSpec) -> type[WeightGroup]:
+    """Returns the kind of group that `spec` describes: with stand-ins, or without."""
+    return SharedGroup if spec.shared else WeightGroup

@@ -24,7 +24,7 @@ from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline, open_store
-from paceline.weights.transport.shared_group import form_group
+from paceline.weights.transport.shared_group import group_kind
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STORE_TIMEOUT_S = 60.0
@@ -117,7 +117,7 @@ class WeightPublisher:
         ]
         self._supplies = assign_sources(spec.learner_layouts, needs).of_source(self._rank)
         self._job.clear()
-        self._group = form_group(
+        self._group = group_kind(spec).form(
             spec,
             rank=self._rank,
             layout=self.layout(),

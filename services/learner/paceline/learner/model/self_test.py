@@ -203,7 +203,9 @@ def shrink(config: Any) -> Any:
     chosen = sorted(sorts.values())
     if sparse is not None:  # engines count layers to tell those with experts
         chosen = list(range(chosen[-1] + 1))
-    while len(chosen) < min(_least_layers(config), num_layers):
+    # Layers to which the tower gives states have another one above them.
+    least = 1 + (_NUM_FEATURES if _gives_features(config) else 1)
+    while len(chosen) < min(least, num_layers):
         chosen.append(chosen[-1])
     for name, values in per_layer.items():
         setattr(text, name, [values[layer] for layer in chosen])
@@ -219,11 +221,6 @@ def shrink(config: Any) -> Any:
     if family_of(config.model_type).takes_images:
         _shrink_tower(small)
     return small
-
-
-def _least_layers(config: Any) -> int:
-    """Returns the least number of layers; those to which the tower gives states have another one above."""
-    return 1 + (_NUM_FEATURES if _gives_features(config) else 1)
 
 
 def _gives_features(config: Any) -> bool:

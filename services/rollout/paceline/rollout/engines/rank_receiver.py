@@ -26,7 +26,7 @@ from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline
-from paceline.weights.transport.shared_group import form_group
+from paceline.weights.transport.shared_group import group_kind
 
 Describe = Callable[[nn.Module], RankLayout]
 LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
@@ -73,7 +73,7 @@ class RankReceiver:
                 f"group rank {rank} is no rollout rank: these are {spec.num_learners}..{spec.world_size - 1}"
             )
         self.rank_ref = spec.rank_ref(rank)
-        self._group = form_group(
+        self._group = group_kind(spec).form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
         slices = self.describe().slices
