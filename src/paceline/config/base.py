@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import core_schema
@@ -13,6 +14,11 @@ class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors; values cannot be changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    def changed(self, **sections: Mapping[str, Any]) -> Self:
+        """Returns a copy with other values in some of its sections, which are not validated again."""
+        copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=copies)
 
 
 Files = Annotated[

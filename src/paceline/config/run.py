@@ -32,7 +32,7 @@ class RunConfig(DerivedSettings):
         steps = math.ceil(trainer.total_epochs * (num_prompts // self.data.train_batch_size))
         if trainer.total_steps is not None:
             steps = min(steps, trainer.total_steps)
-        counted = self.model_copy(update={"trainer": trainer.model_copy(update={"total_steps": steps})})
+        counted = self.changed(trainer={"total_steps": steps})
         check_warmup(counted)
         return counted
 
@@ -41,8 +41,7 @@ class RunConfig(DerivedSettings):
         if self.actor.compile != "auto":
             return self
         exchanges = self.learner.num_context_ranks > 1 or self.learner.expert_parallel > 1
-        chosen = self.actor.model_copy(update={"compile": on_gpu and not exchanges})
-        return self.model_copy(update={"actor": chosen})
+        return self.changed(actor={"compile": on_gpu and not exchanges})
 
     def with_context(self) -> RunConfig:
         """Returns a copy with `learner.context_parallel` and a token budget chosen, if they are open.
@@ -52,10 +51,9 @@ class RunConfig(DerivedSettings):
         """
         if self.budget_refusal:
             raise ConfigError(self.budget_refusal)
-        learner, actor, size = self.learner, self.actor, self.context_sizes[0]
-        budget = max(actor.ppo_max_token_len_per_gpu, -(-self.max_model_len // size))
-        if learner.context_parallel == "auto":
-            learner = learner.model_copy(update={"context_parallel": size})
-        if budget != actor.ppo_max_token_len_per_gpu:
-            actor = actor.model_copy(update={"ppo_max_token_len_per_gpu": budget})
-        return self.model_copy(update={"learner": learner, "actor": actor})
+        given, size = self.actor.ppo_max_token_len_per_gpu, self.context_sizes[0]
+        budget = max(given, -(-self.max_model_len // size))
+        return self.changed(
+            learner={"context_parallel": size} if self.learner.context_parallel == "auto" else {},
+            actor={"ppo_max_token_len_per_gpu": budget} if budget != given else {},
+        )

@@ -55,7 +55,7 @@ def settle_colocated(config: RunConfig, gpus: Sequence[int], machine: Machine) -
     if shape is None or not totals:
         return _with_safe_memory(config)
     needed = _needed(config, shape, totals)
-    awake, turns = _with_sleep(config, "never"), _with_sleep(config, "always")
+    awake, turns = (config.changed(rollout={"sleep": word}) for word in ("never", "always"))
     awake = _with_fixed_cache(_with_utilization(awake, min(needed, SHARED_MEMORY)), shape, totals)
     share = min(needed, _beside(turns, shape, totals))
     turns = _with_fixed_cache(_with_utilization(turns, share), shape, totals)
@@ -69,7 +69,7 @@ def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
     config = with_shared_memory(config)
     if on_gpus:
         return _with_safe_memory(config)
-    return _with_sleep(config, "never") if config.rollout.sleep == "auto" else config
+    return config.changed(rollout={"sleep": "never"}) if config.rollout.sleep == "auto" else config
 
 
 def engine_size(
@@ -90,16 +90,6 @@ def engine_size(
     return size
 
 
-def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
-    """Returns the configuration with these settings of the two sides."""
-    return config.model_copy(
-        update={
-            "learner": config.learner.model_copy(update=learner),
-            "rollout": config.rollout.model_copy(update=rollout),
-        }
-    )
-
-
 def with_fair_share(config: RunConfig) -> RunConfig:
     """Limits a server's sequences to its share of a batch, if the file leaves rollout.max_num_seqs open.
 
@@ -112,14 +102,14 @@ def with_fair_share(config: RunConfig) -> RunConfig:
         return config
     share = math.ceil(config.data.train_batch_size / rollout.training_servers) * rollout.n
     most = min(rollout.max_num_seqs, max(_LEAST_SEQUENCES, share))
-    return with_layout(config, learner={}, rollout={"max_num_seqs": most})
+    return config.changed(rollout={"max_num_seqs": most})
 
 
 def with_shared_memory(config: RunConfig) -> RunConfig:
     """Sends pushes through memory that both sides can access, unless the file says otherwise."""
     if config.weights.backend != "auto":
         return config
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": "shared"})})
+    return config.changed(weights={"backend": "shared"})
 
 
 def _share_out(
@@ -135,8 +125,7 @@ def _share_out(
     engine_gpus = rollout.devices if rollout.devices is not None else tuple(gpus)
     servers = rollout.replicas if "replicas" in rollout.model_fields_set else len(engine_gpus) // size
     servers = max(1, servers)
-    return with_layout(
-        config,
+    return config.changed(
         learner={"world_size": len(learner_gpus), "devices": learner_gpus},
         rollout={
             "replicas": servers,
@@ -190,18 +179,14 @@ def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, mach
 
 def _with_safe_memory(config: RunConfig) -> RunConfig:
     """Lets engines sleep and take less than half of a GPU, because both sides may not fit."""
-    config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
+    config = config.changed(rollout={"sleep": "always"}) if config.rollout.sleep == "auto" else config
     return _with_utilization(config, SHARED_MEMORY)
-
-
-def _with_sleep(config: RunConfig, word: str) -> RunConfig:
-    return with_layout(config, learner={}, rollout={"sleep": word})
 
 
 def _with_utilization(config: RunConfig, share: float) -> RunConfig:
     if "gpu_memory_utilization" in config.rollout.model_fields_set:
         return config
-    return with_layout(config, learner={}, rollout={"gpu_memory_utilization": share})
+    return config.changed(rollout={"gpu_memory_utilization": share})
 
 
 def _with_fixed_cache(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> RunConfig:

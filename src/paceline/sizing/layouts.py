@@ -15,7 +15,6 @@ from paceline.sizing.colocation import (
     engine_size,
     settle_colocated,
     with_fair_share,
-    with_layout,
     with_shared_memory,
 )
 from paceline.sizing.gpus import gpus_to_share, share_gpus
@@ -157,12 +156,12 @@ def _choices(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> Iter
     if not config.barrier.bound:
         yield _in_turns(config, gpus, machine)
         for size in _engine_sizes(config, len(gpus)):
-            sized = with_layout(config, learner={}, rollout={"tensor_model_parallel_size": size})
+            sized = config.changed(rollout={"tensor_model_parallel_size": size})
             yield _in_turns(sized, gpus, machine)
     if len(gpus) == 1:
         yield divided(config, gpus, machine)
     for ranks in range(1, len(gpus)):
-        yield divided(with_layout(config, learner={"world_size": ranks}, rollout={}), gpus, machine)
+        yield divided(config.changed(learner={"world_size": ranks}), gpus, machine)
 
 
 def _engine_sizes(config: RunConfig, num_gpus: int) -> list[int]:
@@ -221,8 +220,7 @@ def divided(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunCo
     if ranks is None:
         ranks = max(1, len(gpus) - servers * per_engine)
     return with_fair_share(
-        with_layout(
-            config,
+        config.changed(
             learner={"world_size": ranks},
             rollout={"replicas": servers, "tensor_model_parallel_size": per_engine},
         )
@@ -233,8 +231,8 @@ def _on_one_gpu(config: RunConfig, gpu: int) -> RunConfig:
     rollout: dict[str, Any] = {"replicas": 1, "devices": (gpu,)}
     if "gpu_memory_utilization" not in config.rollout.model_fields_set:
         rollout["gpu_memory_utilization"] = SHARED_MEMORY
-    config = with_shared_memory(config)
-    return with_layout(config, learner={"world_size": 1, "devices": (gpu,)}, rollout=rollout)
+    own = {"world_size": 1, "devices": (gpu,)}
+    return with_shared_memory(config).changed(learner=own, rollout=rollout)
 
 
 def many(count: int, noun: str) -> str:

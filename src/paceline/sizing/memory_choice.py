@@ -49,9 +49,10 @@ class UpdateChoice:
 
     def put_into(self, config: RunConfig) -> RunConfig:
         """Applies this choice to the configuration."""
-        update = {"memory": self.memory, "ppo_max_token_len_per_gpu": self.num_tokens}
-        learner = config.learner.model_copy(update={"context_parallel": self.context})
-        return config.model_copy(update={"actor": config.actor.model_copy(update=update), "learner": learner})
+        return config.changed(
+            actor={"memory": self.memory, "ppo_max_token_len_per_gpu": self.num_tokens},
+            learner={"context_parallel": self.context},
+        )
 
 
 def _forms() -> list[MemoryConfig]:

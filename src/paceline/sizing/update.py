@@ -24,13 +24,11 @@ def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[
     """
     chosen = update_choice(config, machine)
     config, words = _with_context(config, chosen.context)
-    actor = config.actor
-    if chosen.num_tokens != actor.ppo_max_token_len_per_gpu:
+    if chosen.num_tokens != config.actor.ppo_max_token_len_per_gpu:
         words.append(f"actor.ppo_max_token_len_per_gpu={chosen.num_tokens}")
-        actor = actor.model_copy(update={"ppo_max_token_len_per_gpu": chosen.num_tokens})
-        config = config.model_copy(update={"actor": actor})
-    if actor.memory.is_open:
-        config = with_memory(config, chosen.memory)
+        config = config.changed(actor={"ppo_max_token_len_per_gpu": chosen.num_tokens})
+    if config.actor.memory.is_open:
+        config = config.changed(actor={"memory": chosen.memory})
         words.append(_words(config.actor.memory))
     return config, words
 
@@ -52,11 +50,6 @@ def update_choice(config: RunConfig, machine: Machine) -> UpdateChoice:
     )
 
 
-def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
-    """Returns the configuration with this `actor.memory`."""
-    return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
-
-
 def settle_copies(
     config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[int]
 ) -> tuple[RunConfig, list[str]]:
@@ -76,12 +69,12 @@ def settle_copies(
     if config.learner.fsdp_size != "auto":
         return config, []
     if len(ranks_per_host) == 1:
-        return _with_fsdp_size(config, None), []
+        return config.changed(learner={"fsdp_size": None}), []
     if why := _why_not(config, ranks_per_host, totals):
         words = f"learner.fsdp_size: one copy of the weights over all hosts, as {why}"
-        return _with_fsdp_size(config, None), [words]
+        return config.changed(learner={"fsdp_size": None}), [words]
     size, reason = ranks_per_host[0], "each host has a copy of the weights, which are gathered within it"
-    return _with_fsdp_size(config, size), [f"learner.fsdp_size={size}: {reason}"]
+    return config.changed(learner={"fsdp_size": size}), [f"learner.fsdp_size={size}: {reason}"]
 
 
 def _why_not(config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[int]) -> str:
@@ -99,15 +92,11 @@ def _why_not(config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[
         return "the sizes of the model are not known"
     total = min(totals)
     engine = engine_while_training(config, total) if config.placement == "colocated" else 0
-    needed = LearnerMemory.of(_with_fsdp_size(config, size), shape, totals).most
+    needed = LearnerMemory.of(config.changed(learner={"fsdp_size": size}), shape, totals).most
     if needed > USABLE_SHARE * (total - engine):
         sizes = f"{needed / GIB:.1f} of {total / GIB:.1f} GiB"
         return f"the learner would need {sizes} on each GPU with one per host"
     return ""
-
-
-def _with_fsdp_size(config: RunConfig, size: int | None) -> RunConfig:
-    return config.model_copy(update={"learner": config.learner.model_copy(update={"fsdp_size": size})})
 
 
 def settle_context(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -120,8 +109,7 @@ def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
     """Sets `learner.context_parallel`; also returns why it is more than 1, if it was chosen here."""
     if config.learner.context_parallel != "auto":
         return config, []
-    learner = config.learner.model_copy(update={"context_parallel": size})
-    settled = config.model_copy(update={"learner": learner})
+    settled = config.changed(learner={"context_parallel": size})
     if size == 1:
         return settled, []
     row, budget = f"a row of {config.max_model_len:,} tokens", config.actor.ppo_max_token_len_per_gpu

@@ -26,7 +26,6 @@ from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes.spawn import ManagedProcess, start
 from paceline.sizing.machine import Machine
 from paceline.sizing.memory_choice import LEAST
-from paceline.sizing.update import with_memory
 from support.cli_configs import SEVEN, config
 from support.source import ROOT
 
@@ -173,7 +172,7 @@ def copies(*, cards: tuple[str | None, ...], ranks: tuple[int, ...] = (8, 8), **
     }
     hosts = parse(Hosts, tree)
     run = several.with_hosts(config(broker=REDIS, **sections), hosts)
-    run = with_memory(run, run.actor.memory.with_rest_of(LEAST))
+    run = run.changed(actor={"memory": run.actor.memory.with_rest_of(LEAST)})
     settled, words = several.with_copies(run, hosts)
     assert settled.learner.num_shards == (settled.learner.fsdp_size or sum(ranks))
     return settled.learner.fsdp_size, " ".join(words)

@@ -279,8 +279,7 @@ def _keep_settings(config: RunConfig, options: Options) -> None:
         if given != file.resolve():
             write_atomically(file, given.read_text(encoding="utf-8"), mode=mode)
         return
-    trainer = config.trainer.model_copy(update={"run_dir": str(options.run_dir)})
-    write_atomically(file, dump_yaml(config.model_copy(update={"trainer": trainer})), mode=mode)
+    write_atomically(file, dump_yaml(config.changed(trainer={"run_dir": str(options.run_dir)})), mode=mode)
 
 
 async def _services(supervisor: Supervisor, timeout_s: float) -> None:

@@ -63,7 +63,7 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
         "train_files": (str(paths["train"]),),
         "val_files": (str(paths["val"]),) if has_val else config.data.val_files,
     }
-    return config.model_copy(update={"data": config.data.model_copy(update=files)})
+    return config.changed(data=files)
 
 
 async def _ask_until_up(

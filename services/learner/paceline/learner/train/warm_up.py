@@ -52,8 +52,7 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
             "actor.compile: false skips this attempt"
         )
         GpuMemory(ranks.device).give_back()
-        plain = config.actor.model_copy(update={"compile": False})
-        learner = _loaded_and_warm(config.model_copy(update={"actor": plain}), ranks, notify)
+        learner = _loaded_and_warm(config.changed(actor={"compile": False}), ranks, notify)
     learner.make_averages()
     return learner
 

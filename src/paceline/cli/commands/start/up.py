@@ -19,7 +19,7 @@ from paceline.service.identity.credentials import TLS_DIR
 from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model
-from paceline.sizing.update import settle_context, with_memory
+from paceline.sizing.update import settle_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if config.placement == "colocated":
         config = settle_elsewhere(config, on_gpus=on_gpus)
     if on_gpus:
-        config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
+        config = config.changed(actor={"memory": config.actor.memory.with_rest_of(LEAST)})
         config, copies = several.with_copies(config, hosts)
         remarks += copies
     quick_check(config, here=False)

@@ -50,8 +50,7 @@ async def rehearse(flow: Dataflow, config: RunConfig, inputs: Inputs) -> str:
     Raises:
         PacelineError: the dataflow breaks a rule, raises an error, or does something else the second time.
     """
-    trainer = config.trainer.model_copy(update={"save_trajectories": False})
-    config, cursor = config.model_copy(update={"trainer": trainer}), inputs.cursor.state
+    config, cursor = config.changed(trainer={"save_trajectories": False}), inputs.cursor.state
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "events.jsonl", SystemClock())
         run = Run(config=config, id="rehearsal", dir=Path(folder), journal=journal, events=EventHub())
