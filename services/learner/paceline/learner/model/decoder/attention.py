@@ -121,16 +121,22 @@ def packed_attention(
         q = temperature.scaled(q, packed)
     if chunk_size := getattr(module, "chunk_size", None):
         packed = packed.in_chunks(chunk_size)
-    if s_aux is None and _has_kernel(q, k, v, scoring):
-        out = _side_by_side(q, k, v, packed, scoring)
-    else:
-        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
-        if softcap is not None or s_aux is not None:
-            attend = partial(_full_scores, softcap=softcap, sinks=s_aux)
-        out = _in_batches(q, k, v, packed, scoring, attend)
+    out = _attended(q, k, v, packed, scoring, s_aux)
     if group is not None:
         out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    """Returns (T, H, E), computed by a kernel if there is one, else in padded batches."""
+    if sinks is None and _has_kernel(q, k, v, scoring):
+        return _side_by_side(q, k, v, packed, scoring)
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+    if scoring.softcap is not None or sinks is not None:
+        attend = partial(_full_scores, softcap=scoring.softcap, sinks=sinks)
+    return _in_batches(q, k, v, packed, scoring, attend)
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
