@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.learner.distributed.host_memory import pinned_memory
+from paceline.learner.distributed.host_memory import host_memory
 from support.learner_cuda import findings
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -41,7 +41,7 @@ def test_a_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
 def test_memory_that_was_pinned_can_be_used_again() -> None:
     size = 64 << 20
     for _ in range(3):
-        part = pinned_memory(size).view(torch.float32)[16:]
+        part = host_memory(size, pinned=True).view(torch.float32)[16:]
         assert part.is_pinned()
         address = part.untyped_storage().data_ptr()
         del part

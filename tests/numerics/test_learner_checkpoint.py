@@ -26,7 +26,7 @@ from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.state import state_of
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError
-from paceline.learner.distributed.host_memory import pinned_memory
+from paceline.learner.distributed.host_memory import host_memory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import read_policy
 from paceline.learner.model.loading import as_fsdp
@@ -440,7 +440,7 @@ def test_pinned_memory_is_given_back_before_it_is_freed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     # A view in another type is what is kept of it.
-    part = pinned_memory(1024).view(torch.float32)[16:].view(8, -1)
+    part = host_memory(1024, pinned=True).view(torch.float32)[16:].view(8, -1)
     address = part.untyped_storage().data_ptr()
     gc.collect()
     assert calls == [("register", address)]

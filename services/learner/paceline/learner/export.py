@@ -25,7 +25,6 @@ from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.policy import TrainedVision
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Base, Manifest
-from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import ADAPTERS, by_layer, write_adapters, write_folder
 from paceline.learner.model.loading import digest_of_frozen, empty_lm, frozen, read_config, stored_tensors
@@ -110,7 +109,7 @@ def read_policy(folder: Folder) -> Iterator[tuple[str, Tensor]]:
     Raises:
         CheckpointError: the folder holds no policy.
     """
-    entries: dict[str, Any] = reader(folder).read_metadata().state_dict_metadata
+    entries: dict[str, Any] = files.reader(folder).read_metadata().state_dict_metadata
     prefix = f"{POLICY}."
     layers: dict[str, dict[str, TensorStorageMetadata]] = {}
     for name, entry in entries.items():
@@ -131,7 +130,7 @@ def _read(
         with warnings.catch_warnings():
             # torch warns about loading in a single process even with no_dist=True.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load_shards(tensors, storage_reader=reader(folder), no_dist=True)
+            load_shards(tensors, storage_reader=files.reader(folder), no_dist=True)
         for name in list(tensors):
             yield name.removeprefix(prefix), tensors.pop(name)
 

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.config.run import RunConfig
+from paceline.config.services import LearnerConfig
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError
 from paceline.learner.checkpoint.load import load_newest
 from paceline.learner.commands import Commands
@@ -34,11 +35,9 @@ from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
-    choose_device,
-    form_group,
+    join_group,
     leave_group,
     open_store,
-    use_threads,
 )
 from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.self_test import check_models
@@ -148,21 +147,12 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
     """
     settings = assignment.config.learner
     store = open_store(environment, settings.collective_timeout_s)
-    # A rank that writes a profile may hold the interpreter for seconds.
-    profiles = bool(assignment.config.trainer.profile.steps)
-    silent_s = max(settings.rank_silent_s, _PROFILING_SILENT_S) if profiles else settings.rank_silent_s
+    if assignment.config.trainer.profile.steps:
+        # A rank that writes a profile may hold the interpreter for seconds.
+        silent_s = max(settings.rank_silent_s, _PROFILING_SILENT_S)
+        settings = settings.model_copy(update={"rank_silent_s": silent_s})
     # The other ranks know only the store's address; they need these settings to form the group.
-    group = [
-        settings.device,
-        settings.devices,
-        settings.threads,
-        settings.collective_timeout_s,
-        silent_s,
-        settings.num_context_ranks,
-        settings.ranks_per_copy,
-        settings.expert_parallel,
-    ]
-    store.set(_GROUP_KEY, json.dumps(group))
+    store.set(_GROUP_KEY, settings.model_dump_json())
     _serve(environment, store, assignment, head)
 
 
@@ -192,19 +182,12 @@ def follow(environment: RankEnvironment) -> bool:
 def _serve(
     environment: RankEnvironment, store: Store, assignment: RankRegistration | None, head: Head | None
 ) -> bool:
-    device_word, devices, threads, timeout_s, silent_s, *sizes = json.loads(store.get(_GROUP_KEY))
-    use_threads(threads, environment)
-    device = choose_device(device_word, environment, tuple(devices) if devices else None)
-    context, fsdp_size, expert = sizes
-    ranks = form_group(
-        environment, store, device, timeout_s, context=context, fsdp_size=fsdp_size, expert=expert
-    )
-    beating = (
-        Heartbeats(ranks, limit_s=silent_s, lost=head.lost, told=head.told_to_end)
-        if head
-        else Heartbeats(ranks, limit_s=silent_s, lost=_end_follower)
-    )
-    if head is None:
+    settings = LearnerConfig.model_validate_json(store.get(_GROUP_KEY))
+    ranks = join_group(settings, environment, store)
+    if head is not None:
+        beating = Heartbeats(ranks, limit_s=settings.rank_silent_s, lost=head.lost, told=head.told_to_end)
+    else:
+        beating = Heartbeats(ranks, limit_s=settings.rank_silent_s, lost=_end_follower)
         # From now on rank 0 ends the group; a signal to all processes must not end single ranks.
         signal.signal(signal.SIGTERM, lambda number, frame: _note_sigterm(beating))
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -33,11 +33,9 @@ from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
-    choose_device,
-    form_group,
+    join_group,
     leave_group,
     open_store,
-    use_threads,
 )
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import (
@@ -71,18 +69,7 @@ N = TypeVar("N", bound=PolicyNetwork | ValueNetwork)
 def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
     """Forms the group of this rank."""
     environment.use_interface(environment.master_host)
-    use_threads(settings.threads, environment)
-    device = choose_device(settings.device, environment, settings.devices)
-    store = open_store(environment, settings.collective_timeout_s)
-    return form_group(
-        environment,
-        store,
-        device,
-        settings.collective_timeout_s,
-        context=settings.num_context_ranks,
-        fsdp_size=settings.ranks_per_copy,
-        expert=settings.expert_parallel,
-    )
+    return join_group(settings, environment, open_store(environment, settings.collective_timeout_s))
 
 
 def check(config: TuningRunConfig) -> None:

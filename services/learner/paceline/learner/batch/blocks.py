@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
+import torch
+from torch import Tensor
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def on_device(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:
+    """Begins to copy an array to a device."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from paceline.core.samples.images import ImageSpec, LoadedImage, placeholder_ranges
 from paceline.core.samples.trajectory import Int32Array
-from paceline.learner.batch.blocks import Int64Array
+from paceline.learner.batch.blocks import Int64Array, on_device
 from paceline.learner.batch.types import PackedImages, PromptImage
 
 _AXES = 3
@@ -95,8 +95,8 @@ class PlacedImages:
         states = [first_states[image.hash] + np.arange(image.num_tokens) for image in self.images]
         pixels = np.concatenate([image.pixels for image in distinct.values()])
         return PackedImages(
-            pixels=torch.from_numpy(pixels).to(device, non_blocking=True),
+            pixels=on_device(pixels, device),
             grids=torch.tensor([image.grid for image in distinct.values()], device=device),
-            places=torch.from_numpy(np.concatenate(places)).to(device, non_blocking=True),
-            states=torch.from_numpy(np.concatenate(states)).to(device, non_blocking=True),
+            places=on_device(np.concatenate(places), device),
+            states=on_device(np.concatenate(states), device),
         )

@@ -9,8 +9,10 @@ Images of prompts go beside the tokens: `paceline.learner.batch.images`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from paceline.core.samples.expert_choices import ChoiceArray, joined_choices
 from paceline.core.samples.trajectory import Int32Array
-from paceline.learner.batch.blocks import Int64Array
+from paceline.learner.batch.blocks import Int64Array, on_device
 from paceline.learner.batch.images import PlacedImages, in_three, prompt_positions
 from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences, PackedTeacher
 
@@ -43,10 +45,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
     log_probs = np.zeros(inside.shape, np.float32)
     mask[inside] = np.concatenate([row.response_mask for row in rows]) != 0
     log_probs[inside] = np.concatenate([row.response_log_probs for row in rows])
-
-    def put(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
+    put = partial(on_device, device=device)
     return MicroBatch(
         rows=tuple(row.index for row in sources),
         input_ids=put(np.concatenate(layout.tokens).astype(np.int64)).unsqueeze(0),
@@ -98,7 +97,8 @@ class _Layout:
     @classmethod
     def of(cls, rows: Sequence[PackedRow], *, share_prompts: bool) -> _Layout:
         layout = cls()
-        for family in _families(rows) if share_prompts else ([row] for row in rows):
+        runs = groupby(rows, lambda row: row.prompt_key)
+        for family in ([*run] for _, run in runs) if share_prompts else ([row] for row in rows):
             prompt, prefix = family[0].prompt_token_ids, len(layout.lengths)
             response_position = layout._append_prompt(family[0])
             prompt_end = layout.num_tokens - 1
@@ -158,23 +158,6 @@ class _Layout:
         """Makes the last `length` tokens a sequence."""
         self.lengths.append(length)
         self.prefixes.append(prefix)
-
-
-def same_prompt(a: PackedRow, b: PackedRow) -> bool:
-    """Returns whether two rows have the same prompt."""
-    hashes = [[image.hash for image in row.images] for row in (a, b)]
-    return np.array_equal(a.prompt_token_ids, b.prompt_token_ids) and hashes[0] == hashes[1]
-
-
-def _families(rows: Sequence[PackedRow]) -> Iterator[list[PackedRow]]:
-    """Yields runs of rows whose prompts are equal, token by token and image by image."""
-    family: list[PackedRow] = []
-    for row in rows:
-        if family and not same_prompt(family[0], row):
-            yield family
-            family = []
-        family.append(row)
-    yield family
 
 
 def _filler_row() -> PackedRow:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.learner.batch.blocks import Int64Array, SequenceBlock
+from paceline.learner.batch.blocks import Int64Array, SequenceBlock, on_device
 
 SHORT: Final = 256
 """Most keys of a padded sequence with its prefix; a longer one gets a call of its own."""
@@ -87,15 +87,15 @@ class PaddedSequences:
                     causal[shape] = causal_mask(*shape, None, device)
                 mask = causal[shape]
                 if not seen.all():
-                    mask = mask & _put(seen[:, None, None, :], device)
+                    mask = mask & on_device(seen[:, None, None, :], device)
             batches.append(
                 PaddedBatch(num_sequences=len(rows), num_queries=shape[0], num_keys=shape[1], mask=mask)
             )
         return cls(
             batches=tuple(batches),
-            queries=_put(np.concatenate(all_queries), device),
-            keys=_put(np.concatenate(all_keys), device),
-            order=_put(order, device),
+            queries=on_device(np.concatenate(all_queries), device),
+            keys=on_device(np.concatenate(all_keys), device),
+            order=on_device(order, device),
         )
 
 
@@ -137,10 +137,6 @@ def _with_prefixes(
     place = np.arange(prefix_size) - (prefix_size - prefix_lengths)  # (N, P), negative in free places
     keys = np.concatenate([prefix_starts + np.maximum(place, 0), queries], axis=1)
     return keys, np.concatenate([place >= 0, np.ones(queries.shape, bool)], axis=1)
-
-
-def _put(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def _rounded(length: int) -> int:

@@ -75,6 +75,11 @@ class PackedRow:
     expert_choices: ChoiceArray | None = None
     teacher: TeacherTopK | None = None
 
+    @property
+    def prompt_key(self) -> tuple[object, ...]:
+        """A key that is equal for rows with the same prompt, token by token and image by image."""
+        return (self.prompt_token_ids.tobytes(), *(image.hash for image in self.images))
+
     @classmethod
     def unsampled(
         cls, index: int, prompt: Int32Array, response: Int32Array, *, images: tuple[PromptImage, ...] = ()

@@ -1,10 +1,16 @@
-"""Sizes and digests of a checkpoint's files: measured when they are written, checked before they are read."""
+"""A checkpoint's files: torch's readers and writers, and sizes and digests.
+
+These are measured when a file is written, and checked before it is read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from paceline.core.errors import CheckpointError
 from paceline.storage.folder import Folder, reason
@@ -25,6 +31,24 @@ class FileRecord:
     def from_plain(cls, plain: Mapping[str, Any]) -> FileRecord:
         """Reads the record that `to_plain` wrote."""
         return cls(size=int(plain["size"]), digest=str(plain["blake2b"]))
+
+
+def writer(folder: Folder) -> FileSystemWriter:
+    """Writes one file per rank, and the metadata.
+
+    Listings are not cached: other hosts write, too.
+    """
+    if folder.is_local:
+        return FileSystemWriter(folder.path)
+    # An object store has nothing to sync: a file is there when it is closed.
+    return FsspecWriter(folder.address, sync_files=False, use_listings_cache=False)
+
+
+def reader(folder: Folder) -> FileSystemReader:
+    """Reads the parts of files that a rank needs."""
+    if folder.is_local:
+        return FileSystemReader(folder.path)
+    return FsspecReader(folder.address, use_listings_cache=False)
 
 
 def measure(folder: Folder, name: str) -> FileRecord:

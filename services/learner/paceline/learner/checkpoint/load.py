@@ -16,7 +16,6 @@ from paceline.config.training.algorithm import REFERENCE
 from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Manifest
-from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import (
     POLICY,
     State,
@@ -181,7 +180,7 @@ def fill(state: State, folder: Place, ranks: Ranks) -> None:
         CheckpointError: the checkpoint does not fit the state.
     """
     try:
-        load_shards(state, storage_reader=reader(Folder.at(folder)), process_group=ranks.control)
+        load_shards(state, storage_reader=files.reader(Folder.at(folder)), process_group=ranks.control)
     except (CheckpointException, OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} cannot be loaded into this model, with the optimizer that is configured: {error}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.learner.checkpoint.manifest import Base
-from paceline.learner.distributed.host_memory import local_part, pinned_memory, sharded_like
+from paceline.learner.distributed.host_memory import host_memory, local_part, sharded_like
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.model.lora import described
@@ -86,8 +86,7 @@ class HostCopy:
         )
         if num_bytes != self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one exists
-            is_cuda = self._device.type == "cuda"
-            self._buffer = pinned_memory(num_bytes) if is_cuda else torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffer = host_memory(num_bytes, pinned=self._device.type == "cuda")
         copied: State = {}
         offset = 0
         for part, tensors in state.items():

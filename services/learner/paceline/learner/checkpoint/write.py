@@ -23,9 +23,8 @@ from paceline.core.errors import CheckpointError, DeadlineError
 from paceline.core.members import MemberKind, RankRef
 from paceline.core.run_record.manifest import MANIFEST
 from paceline.core.text import one_line
-from paceline.learner.checkpoint.files import FileRecord, measure
+from paceline.learner.checkpoint.files import FileRecord, measure, writer
 from paceline.learner.checkpoint.manifest import Manifest
-from paceline.learner.checkpoint.shards import writer
 from paceline.learner.checkpoint.state import (
     HostCopy,
     State,

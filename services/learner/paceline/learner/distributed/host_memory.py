@@ -54,15 +54,15 @@ def sharded_like(tensor: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def pinned_memory(num_bytes: int) -> Tensor:
-    """Allocates zeroed host memory, pinned while a tensor uses it.
+def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Allocates zeroed host memory, (num_bytes,) uint8; with `pinned`, it is pinned while a tensor uses it.
 
     torch's own pinned allocator rounds sizes up to a power of two. The memory is unregistered when it is
     freed, because CUDA refuses copies to and from a new buffer at an address that is still registered for an
     old one.
     """
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+    if not pinned or not num_bytes:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
     # The storage, which all views share, keeps the mapping alive. A tensor could not, because its views
     # outlive it.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

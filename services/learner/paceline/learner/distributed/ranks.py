@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.config.services import LearnerConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
 from paceline.service.addresses import choose_for_gloo, choose_for_nccl, is_loopback, join
@@ -239,6 +240,20 @@ def form_group(
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,
         num_local=environment.num_local_ranks,
+    )
+
+
+def join_group(settings: LearnerConfig, environment: RankEnvironment, store: Store) -> Ranks:
+    """Forms the group by a configuration's settings; raises as `choose_device` and `form_group`."""
+    use_threads(settings.threads, environment)
+    return form_group(
+        environment,
+        store,
+        choose_device(settings.device, environment, settings.devices),
+        settings.collective_timeout_s,
+        context=settings.num_context_ranks,
+        fsdp_size=settings.ranks_per_copy,
+        expert=settings.expert_parallel,
     )
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config.training.memory import MemoryConfig
 from paceline.core.errors import EnvironmentLackError
-from paceline.learner.distributed.host_memory import pinned_memory
+from paceline.learner.distributed.host_memory import host_memory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.service.host_memory import free_host_bytes
 
@@ -111,7 +111,7 @@ class HostInputs:
             self._is_full = True
             return None
         self.num_bytes += size
-        return pinned_memory(size) if tensor.is_cuda else torch.empty(size, dtype=torch.uint8)
+        return host_memory(size, pinned=tensor.is_cuda)
 
     def give_back(self, buffer: Tensor) -> None:
         """Takes a buffer back; copies from and to it may still be under way on the stream."""

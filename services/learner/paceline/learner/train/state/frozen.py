@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from paceline.learner.distributed.host_memory import local_part, pinned_memory
+from paceline.learner.distributed.host_memory import host_memory, local_part
 from paceline.learner.model.lora import base_alone
 from paceline.learner.model.networks import PolicyNetwork
 
@@ -48,8 +48,7 @@ class HostShards:
         self._storages = [storage for storage in storages if storage.nbytes()]
         sizes = [storage.nbytes() for storage in self._storages]
         self._on_gpu = any(storage.device.type == "cuda" for storage in self._storages)
-        buffer = pinned_memory(sum(sizes)) if self._on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)
-        self._hosts = torch.split(buffer, sizes)
+        self._hosts = torch.split(host_memory(sum(sizes), pinned=self._on_gpu), sizes)
         for storage, host in zip(self._storages, self._hosts, strict=True):
             host.copy_(_bytes_of(storage))
         self._empty()

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from paceline.learner.distributed.host_memory import local_part, pinned_memory, sharded_like
+from paceline.learner.distributed.host_memory import host_memory, local_part, sharded_like
 from paceline.learner.train.state.compact_averages import float32_step, is_compact, step_compact
 
 PART_BYTES: Final = 256 << 20
@@ -37,10 +37,8 @@ def zero_averages(
         on_host: whether they are in host memory, pinned for parameters on a GPU.
     """
     sizes = [_num_bytes(form) for own in forms.values() for form in own.values()]
-    buffer = torch.empty(0, dtype=torch.uint8)
-    if on_host:
-        pinned = any(local_part(parameter).is_cuda for parameter in forms)
-        buffer = pinned_memory(sum(sizes)) if pinned else torch.zeros(sum(sizes), dtype=torch.uint8)
+    pinned = any(local_part(parameter).is_cuda for parameter in forms)
+    buffer = host_memory(sum(sizes) if on_host else 0, pinned=pinned)
     averages: dict[Tensor, dict[str, Tensor]] = {}
     begin = 0
     for parameter, own in forms.items():
@@ -70,7 +68,7 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
             device = local_part(part[0]).device
             steps = [optimizer.state[parameter]["step"] for parameter in part]
             kept = [_averages_of(optimizer.state[parameter]) for parameter in part]
-            way_back.make_room()
+            way_back.drain(most=1)
             visiting = [
                 {name: tensor.to(device, non_blocking=True) for name, tensor in own.items()} for own in kept
             ]
@@ -84,7 +82,7 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
             ]
             if moved:
                 way_back.send(moved, device)
-    way_back.close()  # a checkpoint may read the averages next
+    way_back.drain(most=0)  # a checkpoint may read the averages next
 
 
 def _averages_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,9 +121,9 @@ class _WayBack:
         self._stream: torch.cuda.Stream | None = None
         self._parts: deque[torch.cuda.Event] = deque()
 
-    def make_room(self) -> None:
-        """Waits until at most one part is being copied."""
-        while len(self._parts) > 1:
+    def drain(self, *, most: int) -> None:
+        """Waits until at most this many parts are being copied."""
+        while len(self._parts) > most:
             self._parts.popleft().synchronize()
 
     def send(self, moved: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
@@ -140,11 +138,6 @@ class _WayBack:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._parts.append(event)
-
-    def close(self) -> None:
-        """Waits until all parts are copied."""
-        while self._parts:
-            self._parts.popleft().synchronize()
 
 
 def _parts(parameters: Sequence[Any]) -> Iterator[list[Any]]:

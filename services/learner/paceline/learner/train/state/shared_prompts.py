@@ -181,7 +181,7 @@ def _family(rows: Sequence[PackedRow], budget: int) -> list[PackedRow]:
 
     Half, because this check, unlike an update, is not repeated in smaller parts when memory runs out.
     """
-    prompts = [(row.prompt_token_ids.tobytes(), *(image.hash for image in row.images)) for row in rows]
+    prompts = [row.prompt_key for row in rows]
     shared = next((prompt for prompt in prompts if prompts.count(prompt) > 1), None)
     family: list[PackedRow] = []
     used = 0
