@@ -44,6 +44,10 @@ def test_a_larger_bound_gains_until_the_learner_never_waits() -> None:
     ]
     assert [time.seconds for time in in_flight] == sorted((time.seconds for time in in_flight), reverse=True)
     assert in_flight[-1].waited == 0.0
+    # An engine without free slots samples no faster for having more batches to sample.
+    few = replace(BOUNDED["4, in flight"], num_seqs=32)
+    alone = replace(few, bound=0, in_flight="wait").estimate.generation
+    assert few.estimate.generation == pytest.approx(alone, rel=0.2)
     # A push that waits for answers lets the learner wait for whole batches, whatever the bound is.
     waiting = [replace(BOUNDED["1"], bound=bound).estimate.seconds for bound in (1, 4)]
     assert waiting[0] == waiting[1] > in_flight[0].seconds - 0.5
