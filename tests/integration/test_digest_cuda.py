@@ -41,7 +41,7 @@ def reference(part: DigestPart, wire: torch.dtype) -> int:
     return digest_array(part.name, part.global_shape, part.box, np.asarray(bits))
 
 
-def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
+def assert_digests(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
     parts = parts_on(device, source)
     digester = TensorDigester(device)
     job = DigestJob(digester, parts, len(parts), wire)
@@ -70,7 +70,7 @@ def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
     ("source", "wire"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)], ids=str
 )
 def test_a_job_on_the_cpu(source: torch.dtype, wire: torch.dtype) -> None:
-    check(torch.device("cpu"), source, wire)
+    assert_digests(torch.device("cpu"), source, wire)
 
 
 @pytest.mark.torch
@@ -89,4 +89,4 @@ def test_a_job_on_the_cpu(source: torch.dtype, wire: torch.dtype) -> None:
     ids=str,
 )
 def test_a_job_on_a_gpu(source: torch.dtype, wire: torch.dtype) -> None:
-    check(torch.device("cuda"), source, wire)
+    assert_digests(torch.device("cuda"), source, wire)

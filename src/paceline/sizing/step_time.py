@@ -58,12 +58,12 @@ class StepTime:
     """The estimated seconds of a step's phases.
 
     Attributes:
-        generation: time from the first prompt to the last answer.
+        generation: time from the first prompt to the last answer; with `overlaps`, the time that the engines
+            need for each step.
         scoring: old log-probs, reference log-probs, values.
         weights: the push, and the turns on shared GPUs.
         num_gpus: number of GPUs that learner and engines use.
         overlaps: whether engines sample later steps while the learner trains (barrier.max_staleness).
-            Each step's share of the generation is then `generation`.
     """
 
     generation: float
@@ -181,7 +181,7 @@ class _Batch:
         return min(alone, (self.generation(at_once) + self.scoring + self.update) / at_once)
 
     def generation(self, batches: int = 1) -> float:
-        """Seconds in which the engines sample so many batches at once."""
+        """Seconds in which the engines sample this number of batches at once."""
         rollout, shape, size = self.config.rollout, self.shape, self.config.rollout.tensor_model_parallel_size
         rows = math.ceil(batches * self.num_rows / rollout.training_servers)
         cached = self._width * shape.num_layers * shape.cached(size)
