@@ -28,6 +28,17 @@ class TrainedGroup:
     oldest_version: int
 
 
+def groups_of(step: int, rows: Iterable[tuple[int, int]]) -> list[TrainedGroup]:
+    """Returns the groups of a step's rows, each given by its prompt and the oldest version of its tokens."""
+    versions: dict[int, list[int]] = {}
+    for prompt, version in rows:
+        versions.setdefault(prompt, []).append(version)
+    return [
+        TrainedGroup(step=step, prompt_id=prompt, num_rows=len(of), oldest_version=min(of))
+        for prompt, of in versions.items()
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayRule:
     """The settings of `algorithm.replay`, and the run's seed."""

@@ -25,7 +25,7 @@ from paceline.controller.verify.files.trajectory_files import read_rows, traject
 from paceline.core.errors import CheckpointError
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag, token_ages
-from paceline.core.samples.replay import ReplayRule, TrainedGroup
+from paceline.core.samples.replay import ReplayRule, TrainedGroup, groups_of
 from paceline.core.samples.trajectory import Trajectory
 from paceline.core.training import BatchRow
 from paceline.wire import blob_digest, encode_trajectory
@@ -137,14 +137,8 @@ class ReplayBuffer:
         path = self._written(step)
         columns = ["prompt_id", "policy_version"]
         table = pyarrow.parquet.read_table(path, columns=columns, use_threads=False).to_pydict()
-        versions: dict[int, list[int]] = {}
-        for prompt, version in zip(table["prompt_id"], table["policy_version"], strict=True):
-            versions.setdefault(prompt, []).append(version)
-        groups = (
-            TrainedGroup(step=step, prompt_id=prompt, num_rows=len(of), oldest_version=min(of))
-            for prompt, of in versions.items()
-            if prompt not in file.without_tokens
-        )
+        rows = zip(table["prompt_id"], table["policy_version"], strict=True)
+        groups = groups_of(step, (row for row in rows if row[0] not in file.without_tokens))
         return _SavedStep(file, tuple(groups))
 
     def _read(self, step: int, prompts: Collection[int]) -> Iterable[tuple[Trajectory, float]]:

@@ -11,7 +11,7 @@ from paceline.config.run import RunConfig
 from paceline.controller.verify.files import checkpoints
 from paceline.controller.verify.files.metrics_lines import MetricsLines
 from paceline.controller.verify.files.step_files import StepFiles
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal import deadlines
 from paceline.controller.verify.journal.entries import parse, read
 from paceline.controller.verify.journal.history import History, OnFinished, OnValidated
@@ -47,7 +47,7 @@ def verify(run_dir: Path) -> Findings:
     history = follow(read(journal, findings), findings, config, check_files, check_validation)
     validated = {*history.validations.beside.over, *history.validations.beside.unfinished}
     if fault := lines.fault(history.steps, history.finished, validated):
-        findings.add(Invariant.RECORD, f"metrics.jsonl {fault}")
+        findings.record(f"metrics.jsonl {fault}")
     checkpoints.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, lines)
     findings.ends = [str(end) for end in process_ends.read(run_dir)]
     findings.counts["processes that ended"] = len(findings.ends)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.service.process_ends import FILE as ENDS
@@ -115,18 +116,27 @@ NEVER = (
 """What is not checked in any run."""
 
 
-@dataclass(kw_only=True, slots=True)
 class Findings:
-    """Collects breaches and counts, and notes on ends of processes, user code and skipped checks."""
+    """Collects breaches and counts, and notes on ends of processes, user code and skipped checks.
 
-    breaches: list[Breach] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    code: list[str] = field(default_factory=list)
-    unseen: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
+    Attributes:
+        record, i1, i2, i3, i4, i5: note a breach of that invariant: a sentence, and the entries that show it.
+    """
 
-    def add(self, invariant: Invariant, sentence: str, *entries: JournalEntry | None) -> None:
-        """Notes a breach of an invariant."""
+    def __init__(self) -> None:
+        self.breaches: list[Breach] = []
+        self.ends: list[str] = []
+        self.code: list[str] = []
+        self.unseen = Counter[str]()
+        self.counts = Counter[str]()
+        self.record = functools.partial(self._add, Invariant.RECORD)
+        self.i1 = functools.partial(self._add, Invariant.I1)
+        self.i2 = functools.partial(self._add, Invariant.I2)
+        self.i3 = functools.partial(self._add, Invariant.I3)
+        self.i4 = functools.partial(self._add, Invariant.I4)
+        self.i5 = functools.partial(self._add, Invariant.I5)
+
+    def _add(self, invariant: Invariant, sentence: str, *entries: JournalEntry | None) -> None:
         shown = tuple(entry for entry in entries if entry is not None)
         self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.files.metrics_lines import MetricsLines
-from paceline.controller.verify.findings import Invariant, JournalEntry
+from paceline.controller.verify.findings import JournalEntry
 from paceline.controller.verify.journal.history import History
 from paceline.controller.verify.journal.steps.step import plain_digest
 from paceline.core.errors import CheckpointError
@@ -23,9 +23,7 @@ def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> 
     findings = history.findings
     for number, entry in sorted(history.checkpoints.by_step.items()):
         if not root.child(f"step_{number:06d}").has(MANIFEST):
-            findings.add(
-                Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry
-            )
+            findings.i2(f"the checkpoint of step {number} is not on disk, or incomplete", entry)
     stored: dict[tuple[str, ...], int] = {}
     names = [name for name in root.folders() if name.startswith("step_") and root.child(name).has(MANIFEST)]
     for name in names:
@@ -36,7 +34,7 @@ def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> 
         if not fault and history.versions.digest(twin) != history.versions.digest(number):
             fault = f"holds the weights of step {twin}: the files are the same, but their versions differ"
         if fault:
-            findings.add(Invariant.RECORD, f"the checkpoint {name} {fault}", written)
+            findings.record(f"the checkpoint {name} {fault}", written)
         findings.counts["checkpoints on disk"] += 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.controller.verify.digests import digest_of, file_digest
 from paceline.controller.verify.files.metrics_lines import MetricsLines
 from paceline.controller.verify.files.trajectory_files import FileCheck
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.steps import recomputed_metrics
 from paceline.controller.verify.journal.steps.step import StepHistory
 from paceline.controller.verify.journal.term import Shape, Term
@@ -65,7 +65,7 @@ class StepFiles:
         computed = self._check_answers(validation, f"val_{number:06d}.parquet", validation.saved, run_id)
         line, what = self._metrics.of_validation(number), f"line of the validation of step {number}"
         if line is None:
-            self._findings.add(Invariant.RECORD, f"metrics.jsonl lacks the {what}, which is over", entry)
+            self._findings.record(f"metrics.jsonl lacks the {what}, which is over", entry)
         self._check_line(what, line, computed, entry, validation.term, _COUNTS_PROMPTS)
 
     def _check_answers(
@@ -93,19 +93,17 @@ class StepFiles:
             return
         findings, path = self._findings, self._folder / name
         if saved is None and term.is_recorded:
-            findings.add(
-                Invariant.I3, f"{name} of a finished step was not written, according to the journal", shown
-            )
+            findings.i3(f"{name} of a finished step was not written, according to the journal", shown)
         try:
             is_written = saved is None or file_digest(path) == saved["digest"]
             num_rows = check.run(path, rows)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            findings.add(Invariant.I3, f"{name} of a finished step cannot be read: {error}", shown)
+            findings.i3(f"{name} of a finished step cannot be read: {error}", shown)
             return
         for fault in check.faults:
-            findings.add(Invariant.I3, f"{name} {fault}", shown)
+            findings.i3(f"{name} {fault}", shown)
         if not is_written:
-            findings.add(Invariant.RECORD, f"{name} was changed after it was written", saved)
+            findings.record(f"{name} was changed after it was written", saved)
         findings.counts["rows in parquet files"] += num_rows
         findings.counts["digests of trajectories recomputed"] += check.num_recomputed
         unseen = findings.unseen
@@ -133,7 +131,7 @@ class StepFiles:
         if entry.get("metrics") not in (None, digest_of(text)):
             faults.append("was changed after it was written")
         for fault in faults:
-            self._findings.add(Invariant.RECORD, f"the {what} in metrics.jsonl {fault}", entry)
+            self._findings.record(f"the {what} in metrics.jsonl {fault}", entry)
 
 
 def _file_check(run_id: str, policy: PolicyTag, shapes: Mapping[str, Shape] | None, term: Term) -> FileCheck:

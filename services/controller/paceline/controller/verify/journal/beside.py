@@ -9,10 +9,9 @@ of its target begins again if its result came in later.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.controller.verify.journal.versions import Versions
@@ -28,7 +27,6 @@ class ValidationsBeside:
 
     def __init__(self, findings: Findings, versions: Versions) -> None:
         self._findings, self._versions = findings, versions
-        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self._open: dict[int, ValidationCheck] = {}
         self._closing: list[JournalEntry] = []
         self._again: set[int] = set()
@@ -46,7 +44,7 @@ class ValidationsBeside:
         before = self._open.get(step)
         check = self._open[step] = ValidationCheck(entry, term, self._findings, before=before)
         if before is not None and before.sets != check.sets:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"the validation of step {step} first asked for other answers", before.entry, entry
             )
         self._again.discard(step)
@@ -55,11 +53,10 @@ class ValidationsBeside:
         """Checks that an answer is of exactly the version that is validated."""
         check = self._open.get(int(entry["beside"]))
         if check is None:
-            self._breach_of_i2(f"{key} was admitted, but no validation was asked for", entry)
+            self._findings.i2(f"{key} was admitted, but no validation was asked for", entry)
             return
         if entry.get("policy") != check.policy or entry.get("ranges"):
-            self._findings.add(
-                Invariant.I1,
+            self._findings.i1(
                 f"{key} was admitted with {entry.get('policy')}, but {check.policy} is validated",
                 check.entry,
                 entry,
@@ -85,11 +82,10 @@ class ValidationsBeside:
         """Takes a result, which counts with the next finished step."""
         check = self._open.get(int(entry["step"]))
         if check is None:
-            self._breach_of_i2(f"the validation of step {entry['step']} ended, but had not begun", entry)
+            self._findings.i2(f"the validation of step {entry['step']} ended, but had not begun", entry)
             return
         if entry["policy"] != check.policy:
-            self._findings.add(
-                Invariant.I1,
+            self._findings.i1(
                 f"the validation of step {entry['step']} is of {entry['policy']}, but asked {check.policy}",
                 check.entry,
                 entry,
@@ -100,9 +96,9 @@ class ValidationsBeside:
         """Notes a validation that was given up."""
         step = int(entry["step"])
         if self._open.pop(step, None) is None and step not in self._again:
-            self._breach_of_i2(f"the validation of step {step} was left out, but had not begun", entry)
+            self._findings.i2(f"the validation of step {step} was left out, but had not begun", entry)
         if not entry.get("reason"):
-            self._breach_of_i2(f"the validation of step {step} was left out without a reason", entry)
+            self._findings.i2(f"the validation of step {step} was left out without a reason", entry)
         self._again.discard(step)
 
     def restart(self) -> None:
@@ -132,7 +128,7 @@ class ValidationsBeside:
         """Notes validations without a result when a run has ended whose steps are all done."""
         for step in sorted(self.unfinished):
             check = self._open.get(step)
-            self._breach_of_i2(
+            self._findings.i2(
                 f"the run ended well, but the validation of step {step} has no result",
                 None if check is None else check.entry,
                 entry,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 
 
 class WrittenCheckpoints:
@@ -20,9 +20,7 @@ class WrittenCheckpoints:
         """Takes a written checkpoint, whose version must be committed."""
         number = int(entry["step"])
         if number > newest:
-            self._findings.add(
-                Invariant.I2, f"a checkpoint of step {number}, but version {newest} is committed", entry
-            )
+            self._findings.i2(f"a checkpoint of step {number}, but version {newest} is committed", entry)
         self.by_step[number] = entry
 
     def remove(self, entry: JournalEntry) -> None:

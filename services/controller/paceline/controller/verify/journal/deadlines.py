@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.term import Term
 
 # A machine may be slow to wake a process, and a clock may be set.
@@ -29,8 +29,7 @@ def check(entries: Iterable[JournalEntry], config: RunConfig, findings: Findings
             seconds = float(entry["time"]) - float(before["time"])
             limit = limits[phase.value]
             if seconds > _SLACK * limit + _SLACK_S:
-                findings.add(
-                    Invariant.I5,
+                findings.i5(
                     f"nothing happened for {seconds:.0f} s in phase {phase.value}, which has a deadline of "
                     f"{limit:.0f} s",
                     before,

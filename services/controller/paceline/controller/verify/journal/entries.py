@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.core.errors import DataError
 
 
@@ -24,12 +24,7 @@ def read(path: Path, findings: Findings) -> Iterator[JournalEntry]:
     for entry in _entries(path, findings):
         expected = 0 if before is None else int(before["n"]) + 1
         if entry["n"] != expected and not has_gap:
-            findings.add(
-                Invariant.RECORD,
-                f"an event has the number {entry['n']} where {expected} is due",
-                before,
-                entry,
-            )
+            findings.record(f"an event has the number {entry['n']} where {expected} is due", before, entry)
             has_gap = True
         if entry.kind == "run":
             has_run = True
@@ -53,9 +48,7 @@ def _entries(path: Path, findings: Findings) -> Iterator[JournalEntry]:
                 continue
             entry = JournalEntry(line=number, event=event)
             if torn is not None and entry.kind != "run":
-                findings.add(
-                    Invariant.RECORD, f"line {torn} cannot be read, and it is not the last of its term", entry
-                )
+                findings.record(f"line {torn} cannot be read, and it is not the last of its term", entry)
             torn = None
             yield entry
 

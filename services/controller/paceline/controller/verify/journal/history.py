@@ -13,12 +13,11 @@ go on beside the steps (`beside`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.checkpoints import WrittenCheckpoints
 from paceline.controller.verify.journal.prompt_order import PromptOrder
 from paceline.controller.verify.journal.steps.collection import Collection, Wanted
@@ -76,7 +75,6 @@ class History:
     ) -> None:
         self._on_validation_over: OnValidated = on_validated or (lambda history, check, entry: None)
         self.findings, self._config = findings, config
-        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self._on_finished: OnFinished = on_finished or (lambda history, step, number, entry: None)
         self.versions = Versions(findings)
         self.steps: dict[int, Finished] = {}
@@ -125,7 +123,7 @@ class History:
         for entry in entries:
             # Members leave after they hear of the end.
             if self.ended is not None and entry.kind not in ("run", "member"):
-                self.findings.add(Invariant.RECORD, "an event follows the end of its term", self.ended, entry)
+                self.findings.record("an event follows the end of its term", self.ended, entry)
             kind = entry.kind
             if kind in _COUNTED:
                 self.findings.counts[_COUNTED[kind]] += 1
@@ -179,7 +177,7 @@ class History:
     def _on_rewind(self, entry: JournalEntry) -> None:
         to_step = int(entry["to_step"])
         if not 0 <= to_step <= self.finished:
-            self._breach_of_i2(
+            self.findings.i2(
                 f"the run went back to step {to_step}, but only step {self.finished} is finished", entry
             )
         self._open.rewind(to_step, self.steps)
@@ -199,12 +197,10 @@ class History:
         if num_steps is not None and self.finished >= num_steps:
             self.validations.beside.end(entry)
         if self._phase is not Phase.ENDED:
-            self.findings.add(
-                Invariant.I5, f"the run ended well in phase {self._phase.value}", self._run, entry
-            )
+            self.findings.i5(f"the run ended well in phase {self._phase.value}", self._run, entry)
         if self._open.current is not None:
             wanted = self._open.current.wanted
-            self._breach_of_i2(
+            self.findings.i2(
                 "the run ended well while a step was not finished",
                 wanted.entry if wanted is not None else None,
                 entry,
@@ -220,7 +216,7 @@ class History:
         try:
             move(self._phase, to)
         except IllegalTransitionError as error:
-            self.findings.add(Invariant.I5, str(error), entry)
+            self.findings.i5(str(error), entry)
         self._phase = to
 
     # --- a step
@@ -230,7 +226,7 @@ class History:
         step, number = self._open.current, int(entry["step"])
         if step is not None and step.number == number:
             return step
-        self._breach_of_i2(f"a {entry.kind} of step {number}, which was not dispatched or is finished", entry)
+        self.findings.i2(f"a {entry.kind} of step {number}, which was not dispatched or is finished", entry)
         return None
 
     def _on_dispatch(self, entry: JournalEntry) -> None:
@@ -241,7 +237,7 @@ class History:
             self._open.current is not None and wanted.step > self.finished + 1 and term.max_staleness > 0
         )
         if wanted.step != self.finished + 1 and not is_ahead:
-            self._breach_of_i2(
+            self.findings.i2(
                 f"step {wanted.step} was dispatched after step {self.finished}",
                 self._entry_of(self.finished),
                 entry,
@@ -249,7 +245,7 @@ class History:
         self.findings.counts["prompt groups dispatched"] += len(wanted.prompts)
         self.versions.check_policy(wanted.policy, f"step {wanted.step} was dispatched for", entry)
         if len(set(wanted.prompts)) != len(wanted.prompts):
-            self._breach_of_i2(f"step {wanted.step} asks for a prompt twice", entry)
+            self.findings.i2(f"step {wanted.step} asks for a prompt twice", entry)
         step = self._open.dispatch(wanted, is_ahead=is_ahead)
         self._order.dispatch(wanted.step, wanted.prompts, entry)
         step.collections, step.shapes = self._dispatched(wanted), term.shapes
@@ -279,14 +275,12 @@ class History:
         is_answer = key.purpose == _VALIDATE
         phase = Phase.VALIDATE if is_answer else Phase.COLLECT
         if self._phase is not phase and not (is_collected and not is_answer):
-            self.findings.add(
-                Invariant.I1, f"{key} was admitted in phase {self._phase.value}, not {phase.value}", entry
-            )
+            self.findings.i1(f"{key} was admitted in phase {self._phase.value}, not {phase.value}", entry)
         if is_answer:
             self.validations.admit(key, entry, self._term)
             return
         if step is None or step.collection is None:
-            self.findings.add(Invariant.I1, f"{key} was admitted, but no step is being collected", entry)
+            self.findings.i1(f"{key} was admitted, but no step is being collected", entry)
             return
         step.admit(key, entry, self.term, self.versions, self.findings)
 
@@ -331,7 +325,7 @@ class History:
         training = step if step is not None and step.number == version else None
         is_new = version > max(self.versions.newest, 0) and version == self.finished + 1
         if is_new and (training is None or training.trained is None):
-            self._breach_of_i2(f"version {version} was committed without training", entry)
+            self.findings.i2(f"version {version} was committed without training", entry)
         known = self.steps.get(version)
         batch = known.batch if known is not None else ""
         if training is not None:
@@ -345,18 +339,15 @@ class History:
     def _on_step(self, entry: JournalEntry) -> None:
         number, step = int(entry["step"]), self._open.current
         if number != self.finished + 1:
-            self.findings.add(
-                Invariant.RECORD,
-                f"step {number} was finished after step {self.finished}",
-                self._entry_of(self.finished),
-                entry,
+            self.findings.record(
+                f"step {number} was finished after step {self.finished}", self._entry_of(self.finished), entry
             )
         if number == 0:
             step = step or StepHistory()
             if self.versions.newest < 0:
-                self.findings.add(Invariant.I1, "step 0 was finished before version 0 was committed", entry)
+                self.findings.i1("step 0 was finished before version 0 was committed", entry)
         elif step is None or step.number != number:
-            self._breach_of_i2(f"step {number} was finished, but not dispatched", entry)
+            self.findings.i2(f"step {number} was finished, but not dispatched", entry)
             step = StepHistory()
         else:
             step.check_complete(entry, self.findings)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.term import Term
 from paceline.data.mixture import MixtureState, PromptMixture
 
@@ -19,7 +18,7 @@ class PromptOrder:
     """
 
     def __init__(self, findings: Findings) -> None:
-        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
+        self._findings = findings
         self._known: PromptMixture | None = None
         self._draw: PromptMixture | None = None
         self._finished: MixtureState | None = None
@@ -48,7 +47,7 @@ class PromptOrder:
             return
         other = next((p for p in prompts if p not in expected), None)
         what = "in another order" if other is None else f"among them prompt {other}"
-        self._breach_of_i2(
+        self._findings.i2(
             f"step {step} asked for prompts that are not next, {what}: at {_plain(self._finished)} the "
             f"data's order puts {expected[:8]}",
             entry,
@@ -67,7 +66,7 @@ class PromptOrder:
         expected = self._draw.take_more(len(prompts), without=asked)
         self._after[int(entry["step"])] = self._draw.state
         if list(prompts) != expected:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"step {entry['step']} took the prompts {list(prompts)[:8]} in place of others, but "
                 f"{expected[:8]} are next",
                 entry,
@@ -85,7 +84,7 @@ class PromptOrder:
         end = MixtureState.from_plain(stated)
         ends = [replace(state, chosen=end.chosen) for state in reached] if self._weights_chosen else reached
         if end not in ends:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"the cursor stands at {stated} after step {entry['step']}, but what was dispatched leads to "
                 f"{_plain(reached[0])}",
                 entry,
@@ -101,7 +100,7 @@ class PromptOrder:
             self._go_to(stated)
             return
         if finished and stated != finished:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"the cursor went back to {stated}, but step {entry['to_step']} had ended at {finished}",
                 entry,
             )

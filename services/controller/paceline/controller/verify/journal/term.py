@@ -9,7 +9,7 @@ from typing import Any, Self
 from paceline.config.mixture import WeightsFrom
 from paceline.config.reward import RewardConfig
 from paceline.config.run import RunConfig
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.core.samples.replay import ReplayRule
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 from paceline.data.mixture import PromptMixture
@@ -155,17 +155,10 @@ def check_start(before: JournalEntry | None, entry: JournalEntry, findings: Find
     """Checks an event `run` against the one of the term before; notes code of users that has changed."""
     expected = 1 if before is None else int(before["term"]) + 1
     if int(entry["term"]) != expected:
-        findings.add(
-            Invariant.RECORD, f"a term {entry['term']} begins where {expected} is due", before, entry
-        )
+        findings.record(f"a term {entry['term']} begins where {expected} is due", before, entry)
     for key in ("run_id", "data_digest"):
         if before is not None and before.get(key) != entry.get(key):
-            findings.add(
-                Invariant.RECORD,
-                f"term {entry['term']} has another {key} than the term before",
-                before,
-                entry,
-            )
+            findings.record(f"term {entry['term']} has another {key} than the term before", before, entry)
     known = before.get("code", {}) if before is not None else {}
     for key, own in entry.get("code", {}).items():
         if own != known.get(key):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.rows.trajectory_row import Admissions, TrajectoryRow
 from paceline.core.ids import Purpose, TrajectoryId
@@ -80,7 +79,6 @@ class ValidationCheck:
         self, entry: JournalEntry, term: Term, findings: Findings, before: ValidationCheck | None = None
     ) -> None:
         self.entry, self.term, self._findings = entry, term, findings
-        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self.saved: JournalEntry | None = None
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
         asked = entry.get("sets") or {"": entry}
@@ -101,8 +99,7 @@ class ValidationCheck:
         findings = self._findings
         is_wanted = 0 <= key.sample_index < self._wanted.get(key.prompt_id, 0)
         if key.step != self.step or not is_wanted:
-            findings.add(
-                Invariant.I2,
+            findings.i2(
                 f"{key} was admitted, but the validation of step {self.step} did not ask for it",
                 self.entry,
                 entry,
@@ -113,7 +110,7 @@ class ValidationCheck:
         """Notes a group without an answer."""
         prompt = int(entry["prompt"])
         if prompt not in self._wanted or not entry.get("reason"):
-            self._breach_of_i2(
+            self._findings.i2(
                 f"the validation of step {self.step} dropped prompt {prompt} without a reason, or without "
                 "having asked for it",
                 self.entry,
@@ -127,7 +124,7 @@ class ValidationCheck:
             wanted = self._wanted[prompt]
             count = sum(self._key(prompt, index) in self._admitted.entries for index in range(wanted))
             if count != wanted:
-                self._breach_of_i2(
+                self._findings.i2(
                     f"prompt {prompt} of the validation of step {self.step} has {count} of {wanted} answers",
                     self.entry,
                     entry,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.beside import ValidationsBeside
 from paceline.controller.verify.journal.steps.open_steps import OpenSteps
 from paceline.controller.verify.journal.term import Term
@@ -30,11 +30,8 @@ class Validations:
         self._versions.check_policy(str(entry["policy"]), f"step {entry['step']} was validated with", entry)
         step = self._steps.validated()
         if step.number >= 0 and step.number != int(entry["step"]):
-            self._findings.add(
-                Invariant.I2,
-                f"a validation of step {entry['step']} in step {step.number}",
-                step.dispatch,
-                entry,
+            self._findings.i2(
+                f"a validation of step {entry['step']} in step {step.number}", step.dispatch, entry
             )
         step.validation = ValidationCheck(entry, term, self._findings, before=step.validation)
 
@@ -45,7 +42,7 @@ class Validations:
         if step is not None and step.validation is not None:
             step.validation.admit(key, entry)
         elif term is not None and term.is_recorded:
-            self._findings.add(Invariant.I2, f"{key} was admitted, but no validation was asked for", entry)
+            self._findings.i2(f"{key} was admitted, but no validation was asked for", entry)
 
     def drop(self, entry: JournalEntry) -> None:
         """Takes a prompt without answers."""

@@ -6,10 +6,9 @@ was trained on a GPU, where the same batch need not give the same bits.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +30,6 @@ class Versions:
 
     def __init__(self, findings: Findings) -> None:
         self._findings, self.repeatable = findings, True
-        self._breach_of_i4 = functools.partial(findings.add, Invariant.I4)
         self._commits: dict[int, Commit] = {}
         self._void: dict[int, Commit] = {}
         self._went_back: dict[int, JournalEntry] = {}
@@ -50,8 +48,7 @@ class Versions:
         commit = self._commits.get(version)
         committed = "nothing" if commit is None else f"v{version}@{commit.digest}"
         if policy != committed:
-            self._findings.add(
-                Invariant.I1,
+            self._findings.i1(
                 f"{what} {policy}, but {committed} is {role}",
                 commit.entry if commit is not None else None,
                 entry,
@@ -60,7 +57,7 @@ class Versions:
     def check_newcomers(self, entry: JournalEntry) -> None:
         """Checks a push to servers that came in mid-step."""
         if entry["version"] != self.newest:
-            self._breach_of_i4(
+            self._findings.i4(
                 f"newcomers got version {entry['version']}, but {self.newest} is committed", entry
             )
 
@@ -90,14 +87,14 @@ class Versions:
         earlier, void = self._commits.get(version), self._void.get(version)
         expected = self.newest + 1 if self._commits else due
         if earlier is None and version != expected:
-            self._breach_of_i4(f"version {version} was committed where {expected} is due", entry)
+            self._findings.i4(f"version {version} was committed where {expected} is due", entry)
         if earlier is not None and earlier.digest != digest:
-            self._breach_of_i4(
+            self._findings.i4(
                 f"version {version} was committed as {earlier.digest} and as {digest}", earlier.entry, entry
             )
         self._check_rollback(version, digest, entry)
         if void is not None and self.repeatable and void.batch == batch and void.digest != digest:
-            self._breach_of_i4(
+            self._findings.i4(
                 f"version {version} was committed as {void.digest} before a rewind and as {digest} after it, "
                 "from the same batch",
                 void.entry,
@@ -114,7 +111,7 @@ class Versions:
         rollback = self._went_back.get(version)
         source = self._commits.get(int(rollback["to_step"])) if rollback is not None else None
         if rollback is not None and source is not None and source.digest != digest:
-            self._breach_of_i4(
+            self._findings.i4(
                 f"version {version} is a rollback to {rollback['to_step']}, which was committed as "
                 f"{source.digest}, but has {digest}",
                 rollback,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.ids import TrajectoryId
-from paceline.core.samples.replay import ReplayRule, TrainedGroup
+from paceline.core.samples.replay import ReplayRule, TrainedGroup, groups_of
 from paceline.core.training import BatchRow
 
 
@@ -44,22 +44,18 @@ class Replays:
         for text, digest, reward in listed:
             key = TrajectoryId.parse(text)
             if key in rows:
-                self._add(Invariant.I2, f"step {step} trained {key} again twice", entry)
+                self._findings.i2(f"step {step} trained {key} again twice", entry)
                 continue
             known = self._trained.get(key.step, {}).get(key)
             if known is None:
-                self._add(
-                    Invariant.I2, f"step {step} trained {key} again, which no step before it trained", entry
-                )
+                self._findings.i2(f"step {step} trained {key} again, which no step before it trained", entry)
                 continue
             self._check(step, known, (digest, reward), rule, entry)
             if key not in allowed:
-                self._add(
-                    Invariant.I2, f"step {step} trained {key} again without permission: not drawn", entry
-                )
+                self._findings.i2(f"step {step} trained {key} again without permission: not drawn", entry)
             rows[key] = _row(known)
         for key in sorted(allowed - rows.keys()):
-            self._add(Invariant.I2, f"step {step} was to train {key} again, but did not", entry)
+            self._findings.i2(f"step {step} was to train {key} again, but did not", entry)
         return list(rows.values())
 
     def _allowed(self, step: int, fresh: Iterable[BatchRow], rule: ReplayRule | None) -> set[TrajectoryId]:
@@ -72,13 +68,8 @@ class Replays:
         return {key for n in steps for key in self._trained[n] if (key.step, key.prompt_id) in drawn}
 
     def _groups(self, step: int) -> list[TrainedGroup]:
-        versions: dict[int, list[int]] = {}
-        for key, row in self._trained.get(step, {}).items():
-            versions.setdefault(key.prompt_id, []).append(_oldest(row))
-        return [
-            TrainedGroup(step=step, prompt_id=prompt, num_rows=len(of), oldest_version=min(of))
-            for prompt, of in versions.items()
-        ]
+        known = self._trained.get(step, {})
+        return groups_of(step, ((key.prompt_id, _oldest(row)) for key, row in known.items()))
 
     def _check(
         self,
@@ -90,23 +81,18 @@ class Replays:
     ) -> None:
         """Checks that a row's content is what was admitted, and the age of its oldest token."""
         if stated != (known.digest, known.reward):
-            self._add(
-                Invariant.I3,
+            self._findings.i3(
                 f"step {step} trained {known.key} again with the digest {stated[0]} and the reward "
                 f"{stated[1]}; at first they were {known.digest} and {known.reward}",
                 entry,
             )
         age, bound = step - 1 - _oldest(known), 0 if rule is None else rule.max_age
         if not 0 <= age <= bound:
-            self._add(
-                Invariant.I1,
+            self._findings.i1(
                 f"step {step} trained {known.key} again with tokens {age} versions older than the weights "
                 f"that it trained; algorithm.replay.max_age is {bound}",
                 entry,
             )
-
-    def _add(self, invariant: Invariant, words: str, entry: JournalEntry) -> None:
-        self._findings.add(invariant, words, entry)
 
 
 def _oldest(row: TrajectoryRow) -> int:

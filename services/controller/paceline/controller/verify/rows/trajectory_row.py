@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag
 
@@ -38,12 +38,12 @@ class Admissions:
         """Notes an admission and what is wrong with it; returns whether it is the trajectory's first one."""
         is_new, digest = key not in self.entries, str(entry.get("digest"))
         if not entry.get("digest") or entry.get("reward") is None:
-            findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
+            findings.i3(f"{key} was admitted without a digest or a reward", entry)
         if not is_new:
-            findings.add(Invariant.I3, f"{key} was admitted twice", self.entries[key], entry)
+            findings.i3(f"{key} was admitted twice", self.entries[key], entry)
         elif (twin := self._digests.get(digest)) is not None:
             # The digest also covers id and seed, so equal answers have different digests.
-            findings.add(Invariant.I3, f"{key} has the digest of {twin}", self.entries[twin], entry)
+            findings.i3(f"{key} has the digest of {twin}", self.entries[twin], entry)
         self.entries.setdefault(key, entry)
         self._digests.setdefault(digest, key)
         return is_new

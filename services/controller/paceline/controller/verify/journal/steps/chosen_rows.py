@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.steps.collection import Collection, trained_row
 from paceline.core.ids import NEVER_TRAINED, TrajectoryId
 from paceline.core.training import BatchRow
@@ -22,8 +22,7 @@ def rows_of(
     if listed is not None:
         return tuple(_Listed(left, entry, findings).rows(listed))
     if len(left) != 1:
-        findings.add(
-            Invariant.I3,
+        findings.i3(
             f"the batch of step {entry['step']} does not say to which of {len(left)} samplings it belongs",
             entry,
         )
@@ -63,4 +62,4 @@ class _Listed:
             yield row
 
     def _breach(self, sentence: str) -> None:
-        self._findings.add(Invariant.I3, f"step {self._entry['step']}: {sentence}", self._entry)
+        self._findings.i3(f"step {self._entry['step']}: {sentence}", self._entry)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.rows.trajectory_row import Admissions
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
@@ -66,7 +65,6 @@ class Collection:
 
     def __init__(self, wanted: Wanted, findings: Findings) -> None:
         self.wanted, self._findings = wanted, findings
-        self._breach_of_i2 = functools.partial(findings.add, Invariant.I2)
         self.prompts = set(wanted.prompts)
         self._left_out: dict[int, JournalEntry] = {}
         self._admissions = Admissions()
@@ -84,13 +82,11 @@ class Collection:
         """Notes a trajectory that was admitted."""
         wanted, findings = self.wanted, self._findings
         if key.step != wanted.step:
-            findings.add(Invariant.I1, f"{key} was admitted in step {wanted.step}", wanted.entry, entry)
+            findings.i1(f"{key} was admitted in step {wanted.step}", wanted.entry, entry)
         is_new = self._admissions.add(key, entry, findings)
         if key.prompt_id not in self.prompts:
-            findings.add(
-                Invariant.I2,
-                f"{key} was admitted, but step {wanted.step} did not ask for prompt {key.prompt_id}",
-                entry,
+            findings.i2(
+                f"{key} was admitted, but step {wanted.step} did not ask for prompt {key.prompt_id}", entry
             )
         if is_new:
             num_wanted = wanted.counts.get(key.purpose, 0)
@@ -106,14 +102,14 @@ class Collection:
             self._leave_out(int(prompt), "set aside", entry)
             count, wanted = self._counts[prompt, self.wanted.purpose], self.wanted.num_samples
             if count != wanted:
-                self._breach_of_i2(
+                self._findings.i2(
                     f"prompt {prompt} of step {self.wanted.step} was set aside with {count} of {wanted} "
                     "samples",
                     entry,
                 )
         for prompt in entry["prompts"]:
             if prompt in self.prompts:
-                self._breach_of_i2(
+                self._findings.i2(
                     f"prompt {prompt} was asked for twice in step {self.wanted.step}",
                     self.wanted.entry,
                     entry,
@@ -125,7 +121,7 @@ class Collection:
         trained = sorted(self.prompts - self._left_out.keys())
         first = len(self.wanted.prompts)
         if len(trained) > first:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"step {self.wanted.step} trained {len(trained)} prompts, more than the {first} that it "
                 "began with",
                 self.wanted.entry,
@@ -160,7 +156,7 @@ class Collection:
         for purpose, needed in wanted.counts.items():
             count, what = self._counts[prompt, purpose], _CALLED.get(purpose, f"samples for {purpose}")
             if count != needed:
-                self._breach_of_i2(
+                self._findings.i2(
                     f"prompt {prompt} of step {wanted.step} was trained with {count} of {needed} {what}",
                     wanted.entry,
                     entry,
@@ -169,15 +165,15 @@ class Collection:
     def _leave_out(self, prompt: int, how: str, entry: JournalEntry) -> None:
         step = self.wanted.step
         if not entry.get("reason"):
-            self._breach_of_i2(f"prompt {prompt} of step {step} was {how} without a reason", entry)
+            self._findings.i2(f"prompt {prompt} of step {step} was {how} without a reason", entry)
         if prompt not in self.prompts:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"prompt {prompt} was {how} in step {step}, which did not ask for it",
                 self.wanted.entry,
                 entry,
             )
         if prompt in self._left_out:
-            self._breach_of_i2(
+            self._findings.i2(
                 f"prompt {prompt} of step {step} was {how}, but was already left out",
                 self._left_out[prompt],
                 entry,

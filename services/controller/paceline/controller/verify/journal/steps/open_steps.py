@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.steps.collection import Wanted
 from paceline.controller.verify.journal.steps.step import Finished, StepHistory, asked_digest
 
@@ -35,11 +35,11 @@ class OpenSteps:
         if step is not None and step.wanted is not None and step.number == wanted.step:
             before = asked_digest(step.wanted), step.wanted.entry
             if step.admitted or step.batch:
-                self._add(f"step {wanted.step} was dispatched twice", before[1], wanted.entry)
+                self._findings.i2(f"step {wanted.step} was dispatched twice", before[1], wanted.entry)
         else:
             step = StepHistory()
         if before is not None and before[0] != asked_digest(wanted):
-            self._add(f"step {wanted.step} first asked for other prompts", before[1], wanted.entry)
+            self._findings.i2(f"step {wanted.step} first asked for other prompts", before[1], wanted.entry)
         step.wanted = wanted
         if is_ahead:
             self.ahead[wanted.step] = step
@@ -62,9 +62,9 @@ class OpenSteps:
         elif number in self.ahead:
             self._void(self.ahead.pop(number))
         else:
-            self._add(f"step {number} was withdrawn, but was not dispatched ahead", entry)
+            self._findings.i2(f"step {number} was withdrawn, but was not dispatched ahead", entry)
         if not entry.get("reason"):
-            self._add(f"step {number} was withdrawn without a reason", entry)
+            self._findings.i2(f"step {number} was withdrawn without a reason", entry)
 
     def void_ahead(self) -> None:
         """Makes the trajectories of all steps after the one in progress void."""
@@ -89,6 +89,3 @@ class OpenSteps:
     def _void(self, step: StepHistory) -> None:
         if step.wanted is not None:
             self._void_asked[step.number] = asked_digest(step.wanted), step.wanted.entry
-
-    def _add(self, words: str, *entries: JournalEntry) -> None:
-        self._findings.add(Invariant.I2, words, *entries)

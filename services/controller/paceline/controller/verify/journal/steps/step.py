@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from paceline.controller.verify.digests import digest_of
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.steps import recomputed_metrics
 from paceline.controller.verify.journal.steps.chosen_rows import rows_of
 from paceline.controller.verify.journal.steps.collection import Collection, Wanted
@@ -105,37 +105,24 @@ class StepHistory:
         assert self.wanted is not None
         number, step = int(entry["number"]), entry["step"]
         if number != len(self.collections) + 1:
-            findings.add(
-                Invariant.I2,
-                f"sampling {number} of step {step} follows {len(self.collections)} others",
-                entry,
-            )
+            findings.i2(f"sampling {number} of step {step} follows {len(self.collections)} others", entry)
         if entry["policy"] != self.wanted.policy:
-            findings.add(
-                Invariant.I1,
+            findings.i1(
                 f"step {step} samples from {entry['policy']}, but was dispatched for {self.wanted.policy}",
                 self.wanted.entry,
                 entry,
             )
         before = self.samplings.setdefault(number, entry)
         if before["digest"] != entry["digest"]:
-            findings.add(
-                Invariant.I2,
-                f"sampling {number} of step {step} differs from its first request",
-                before,
-                entry,
-            )
+            findings.i2(f"sampling {number} of step {step} differs from its first request", before, entry)
         self.collections.append(Collection(Wanted.of(entry, 0), findings))
 
     def recollect(self, entry: JournalEntry, findings: Findings) -> None:
         """Makes the step's trajectories void, because its collection begins again."""
         assert self.wanted is not None
         if self.trained is not None:
-            findings.add(
-                Invariant.I2,
-                f"step {self.wanted.step} was collected again after it was trained",
-                self.trained,
-                entry,
+            findings.i2(
+                f"step {self.wanted.step} was collected again after it was trained", self.trained, entry
             )
         self.before = self.batch = None
         self.samplings.clear()
@@ -152,12 +139,7 @@ class StepHistory:
         if before is not None and any(
             before.get(f) != entry.get(f) for f in ("digest", "reward", "policy", "ranges")
         ):
-            findings.add(
-                Invariant.I3,
-                f"{key} differs from what it was before the controller was restarted",
-                before,
-                entry,
-            )
+            findings.i3(f"{key} differs from what it was before the controller was restarted", before, entry)
 
     def take_batch(self, entry: JournalEntry, replays: Replays, term: Term, findings: Findings) -> None:
         """Checks a batch against the dispatch and the admitted trajectories, and keeps its rows."""
@@ -165,8 +147,7 @@ class StepHistory:
         rows = rows_of(self.collections, entry, findings)
         self._check_age(entry, term, findings)
         if entry.get("policy") != self.wanted.policy:
-            findings.add(
-                Invariant.I1,
+            findings.i1(
                 f"the batch of step {self.wanted.step} is of {entry.get('policy')}, but its prompts were "
                 f"dispatched for {self.wanted.policy}",
                 self.wanted.entry,
@@ -176,8 +157,7 @@ class StepHistory:
         trained = sorted([*rows, *again], key=lambda row: row.trajectory_id.place) if again else rows
         digest = batch_digest(self.wanted.tag, trained)
         if (entry["digest"], entry["num_rows"]) != (digest, len(trained)):
-            findings.add(
-                Invariant.I3,
+            findings.i3(
                 f"the batch of step {self.wanted.step} has {entry['num_rows']} rows and the digest "
                 f"{entry['digest']}; the admitted trajectories make {len(trained)} rows and {digest}",
                 self.wanted.entry,
@@ -185,7 +165,7 @@ class StepHistory:
             )
         for earlier in (self.batch, self.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
-                findings.add(Invariant.I3, f"step {self.wanted.step} has two batches", earlier, entry)
+                findings.i3(f"step {self.wanted.step} has two batches", earlier, entry)
         self._note_batch(entry, rows, again, term)
 
     def train(self, entry: JournalEntry, findings: Findings) -> None:
@@ -193,26 +173,20 @@ class StepHistory:
         assert self.wanted is not None
         for earlier in (self.batch, self.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
-                findings.add(
-                    Invariant.I3,
+                findings.i3(
                     f"step {self.wanted.step} trained the batch {entry['digest']}, not {earlier['digest']}",
                     earlier,
                     entry,
                 )
         if self.batch is None:
-            findings.add(Invariant.I2, f"step {self.wanted.step} was trained without a batch", entry)
+            findings.i2(f"step {self.wanted.step} was trained without a batch", entry)
         self.trained = entry
 
     def check_complete(self, entry: JournalEntry, findings: Findings) -> None:
         """Notes each event that a finished step lacks."""
         for what, event in (("batch", self.batch), ("training", self.trained), ("commit", self.commit)):
             if event is None:
-                findings.add(
-                    Invariant.I2,
-                    f"step {self.number} was finished without a {what}",
-                    self.dispatch,
-                    entry,
-                )
+                findings.i2(f"step {self.number} was finished without a {what}", self.dispatch, entry)
 
     def finished(self, entry: JournalEntry) -> Finished:
         """Returns the reduced record that is kept after the event `step`."""
@@ -235,8 +209,7 @@ class StepHistory:
         assert wanted is not None
         staleness, bound = wanted.tag.staleness_in(wanted.step), term.max_staleness
         if not 0 <= staleness <= bound:
-            findings.add(
-                Invariant.I1,
+            findings.i1(
                 f"step {wanted.step} trained tokens of {wanted.policy}, {staleness} versions older than the "
                 f"weights that it trained; barrier.max_staleness is {bound}",
                 wanted.entry,

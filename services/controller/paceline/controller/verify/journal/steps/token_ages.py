@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.controller.verify.journal.steps.collection import Wanted
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.versions import Versions
@@ -21,7 +21,7 @@ def check_policies(
     """
 
     def breach(what: str) -> None:
-        findings.add(Invariant.I1, f"{key} {what}", wanted.entry, entry)
+        findings.i1(f"{key} {what}", wanted.entry, entry)
 
     if not term.mixes_versions:
         if entry.get("policy") != wanted.policy or entry.get("ranges"):
