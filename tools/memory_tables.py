@@ -90,7 +90,8 @@ by a third.
   each layer. A rank gathers half of them, and tokens go to the ranks of their experts and back. It gives [the
   numbers of gathered experts](decisions/0042-experts-are-divided-over-ranks.md) and can be combined with
   `learner.fsdp_size`, `learner.context_parallel`, adapters and `actor.router_replay`, but layers are not
-  compiled. The plan assumes that all ranks get as many tokens. It has not been timed on GPUs.
+  compiled. The plan assumes that all ranks get as many tokens. By itself, Paceline divides experts only where
+  the update does not fit otherwise, because it has not been timed on GPUs.
 - **32B on four GPUs of 141 GiB**: with `placement: colocated`, learner and engines take turns, and the
   averages are in host memory. By the plan, a GPU needs 86 GiB in an update and 118 while 128 sequences of 512
   tokens are generated; the host keeps 262 GB of averages. [It was

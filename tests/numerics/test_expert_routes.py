@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from paceline.core.errors import ConfigError
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.decoder.expert_parallel import keep_routes, spread_experts
+from paceline.learner.model.decoder.expert_parallel import divide_experts, keep_routes, spread_experts
 from paceline.learner.model.decoder.host_inputs import HostInputs
-from support.expert_ranks import experts_of
+from paceline.models.facts import family_of
+from support.expert_ranks import KINDS, experts_of
 
 pytestmark = pytest.mark.torch
 
@@ -51,6 +53,16 @@ def gradients(layer: Layer, compute: Any) -> list[Tensor]:
     of_experts = [parameter.grad.to_local() for parameter in layer.parameters()]  # type: ignore[union-attr, operator]
     assert hidden.grad is not None
     return [hidden.grad, *of_experts]
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", *KINDS])
+def test_the_families_whose_experts_can_be_divided_are_known_to_the_plan(kind: str) -> None:
+    holder = nn.ModuleList([experts_of(kind)])
+    if family_of(kind).joins_experts:
+        with pytest.raises(ConfigError, match="cannot be divided over ranks; set learner"):
+            divide_experts(holder, 2)
+    else:
+        assert divide_experts(holder, 2) == [holder[0]]
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["on the device", "inputs in host memory"])

@@ -40,11 +40,13 @@ class RunConfig(DerivedSettings):
         """Returns a copy with `actor.compile` chosen, if it is auto."""
         if self.actor.compile != "auto":
             return self
-        exchanges = self.learner.num_context_ranks > 1 or self.learner.expert_parallel > 1
+        exchanges = self.learner.num_context_ranks > 1 or self.learner.num_expert_ranks > 1
         return self.changed(actor={"compile": on_gpu and not exchanges})
 
     def with_context(self) -> RunConfig:
         """Returns a copy with `learner.context_parallel` and a token budget chosen, if they are open.
+
+        Experts are not divided unless the file says so.
 
         Raises:
             ConfigError: the budget of all ranks together holds no row.
@@ -54,6 +56,6 @@ class RunConfig(DerivedSettings):
         given, size = self.actor.ppo_max_token_len_per_gpu, self.context_sizes[0]
         budget = max(given, -(-self.max_model_len // size))
         return self.changed(
-            learner={"context_parallel": size} if self.learner.context_parallel == "auto" else {},
+            learner={"context_parallel": size, "expert_parallel": self.learner.num_expert_ranks},
             actor={"ppo_max_token_len_per_gpu": budget} if budget != given else {},
         )

@@ -158,12 +158,13 @@ class LearnerConfig(Section):
         "auto: with `paceline up`, the ranks of one host, if the memory plan has room for a copy on each "
         "host; otherwise all ranks.",
     )
-    expert_parallel: int = Field(
-        1,
-        gt=0,
+    expert_parallel: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
+        "auto",
         description="Ranks over which the experts of each layer are divided: a rank gathers only its part of "
         "them, and tokens go to the ranks of their experts and back. Must divide fsdp_size, and the model's "
-        "experts. 1: every rank gathers all experts of a layer. Has no compiled form.",
+        "experts. 1: every rank gathers all experts of a layer. Has no compiled form. auto: the fewest ranks "
+        "with which the update fits into memory by the memory plan; 1 with `paceline up` and for training on "
+        "pairs.",
     )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores, divided among the ranks."
@@ -186,9 +187,9 @@ class LearnerConfig(Section):
         for name, size in (("context_parallel", self.num_context_ranks), ("fsdp_size", self.num_shards)):
             if self.world_size % size:
                 raise ValueError(f"learner.{name}={size} must divide learner.world_size={self.world_size}")
-        if self.num_shards % self.expert_parallel:
+        if self.num_shards % self.num_expert_ranks:
             raise ValueError(
-                f"learner.expert_parallel={self.expert_parallel} must divide the {self.num_shards} ranks "
+                f"learner.expert_parallel={self.num_expert_ranks} must divide the {self.num_shards} ranks "
                 "that share a copy of the weights (learner.fsdp_size)"
             )
         return self
@@ -203,16 +204,17 @@ class LearnerConfig(Section):
         Raises:
             ConfigError: it has none, or a number that cannot be divided.
         """
-        if self.expert_parallel == 1:
+        size = self.num_expert_ranks
+        if size == 1:
             return
         if not num_experts:
             raise ConfigError(
-                f"learner.expert_parallel={self.expert_parallel} divides experts over ranks; {model} has no "
+                f"learner.expert_parallel={size} divides experts over ranks; {model} has no "
                 "experts: leave it out"
             )
-        if num_experts % self.expert_parallel:
+        if num_experts % size:
             raise ConfigError(
-                f"the {num_experts} experts of {model} cannot be divided over {self.expert_parallel} ranks; "
+                f"the {num_experts} experts of {model} cannot be divided over {size} ranks; "
                 f"set learner.expert_parallel to a divisor of {num_experts}"
             )
 
@@ -220,6 +222,11 @@ class LearnerConfig(Section):
     def num_context_ranks(self) -> int:
         """Ranks that share the tokens of each row; 1 while the choice is still open."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks over which the experts of each layer are divided; 1 while the choice is still open."""
+        return 1 if self.expert_parallel == "auto" else self.expert_parallel
 
     @property
     def ranks_per_copy(self) -> int | None:

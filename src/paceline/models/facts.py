@@ -35,6 +35,7 @@ class ModelFamily:
         alternates_windows: whether every second layer has no window in an engine, whatever layer_types says.
         clamps_mlp: whether an MLP clamps both of its halves, and keeps them for the backward pass.
         has_sinks: whether each attention head has a sink: the score of a token without a value.
+        joins_experts: whether transformers computes all experts of a layer in one product, for all tokens.
         has_shared_expert: whether layers with experts have one more, for all tokens, of the same width.
         weighs_shared_expert: whether the MLP that all tokens use has a weight per token, like an expert.
         multiplies_logits: whether `logits_scaling` multiplies the logits instead of dividing them.
@@ -61,6 +62,7 @@ class ModelFamily:
     alternates_windows: bool = False
     clamps_mlp: bool = False
     has_sinks: bool = False
+    joins_experts: bool = False
     has_shared_expert: bool = False
     weighs_shared_expert: bool = False
     multiplies_logits: bool = False
@@ -112,7 +114,11 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "hyperclovax": ModelFamily(name="HyperCLOVA X", is_tested=False, multiplies_logits=True),
     "llama": ModelFamily(name="Llama", has_uniform_cache=True),
     "llama4_text": ModelFamily(
-        name="Llama 4, text", has_plain_norms=True, has_shared_expert=True, holds_experts_transposed=True
+        name="Llama 4, text",
+        has_plain_norms=True,
+        joins_experts=True,
+        has_shared_expert=True,
+        holds_experts_transposed=True,
     ),
     "minimax_m2": ModelFamily(
         name="MiniMax-M2",

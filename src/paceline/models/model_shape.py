@@ -110,6 +110,7 @@ class ModelShape:
         intermediate: width of a layer's MLP, or of an expert.
         num_experts: number of experts per layer; 0 if there are none.
         num_chosen: number of experts that are active per token.
+        divides_experts: whether the learner can divide them over ranks.
         shared: width of the MLP that all tokens use in addition to the experts.
         weighs_shared: whether that MLP has a weight per token, like an expert.
         num_dense: number of layers without experts in a model with experts; their MLPs have the width
@@ -132,6 +133,7 @@ class ModelShape:
     has_bias: bool
     num_experts: int
     num_chosen: int = 0
+    divides_experts: bool = False
     shared: int = 0
     weighs_shared: bool = False
     num_dense: int = 0
@@ -185,6 +187,7 @@ class ModelShape:
                 has_bias=family.has_projection_bias or bool(tree.get("attention_bias")),
                 num_experts=num_experts,
                 num_chosen=_number(tree, "num_experts_per_tok"),
+                divides_experts=num_experts > 0 and not family.joins_experts,
                 shared=shared,
                 weighs_shared=family.weighs_shared_expert,
                 num_dense=num_layers - len(layers_with_experts(tree)) if num_experts else 0,

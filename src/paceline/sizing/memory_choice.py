@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,7 +24,7 @@ with tensors of 70 GiB or more it had to free blocks during an update.
 
 Recompute = float | Literal["none", "full", "from_host"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
-"""Tokens of a micro-batch, if nothing is known about model or GPUs."""
+"""The settings, if nothing is known about model or GPUs."""
 
 _RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.5, 0.25, "full", "from_host")
 # Minimum and maximum tokens of a micro-batch that are tried.
@@ -39,19 +40,21 @@ class UpdateChoice:
 
     Attributes:
         context: ranks that share the tokens of each row.
+        experts: ranks over which the experts of each layer are divided.
         fits: whether the choice fits the memory plan; False if nothing is known about GPUs or model.
     """
 
     memory: MemoryConfig
     num_tokens: int
     context: int = 1
+    experts: int = 1
     fits: bool = False
 
     def put_into(self, config: RunConfig) -> RunConfig:
         """Applies this choice to the configuration."""
         return config.changed(
             actor={"memory": self.memory, "ppo_max_token_len_per_gpu": self.num_tokens},
-            learner={"context_parallel": self.context},
+            learner={"context_parallel": self.context, "expert_parallel": self.experts},
         )
 
 
@@ -80,9 +83,9 @@ def choose_update(
 
     The choice has the shortest estimated update among those that fit the memory plan. A smaller micro-batch
     leaves room to keep more of its activations; a larger one spreads gathers and launches over more tokens.
-    Tokens and `learner.context_parallel` given in the file are kept. Layers' inputs wait in host memory only
-    if nothing else fits on a rank. Ranks share rows only if that does not fit either, and then as few as
-    possible.
+    Tokens, `learner.context_parallel` and `learner.expert_parallel` given in the file are kept. Layers'
+    inputs wait in host memory only if nothing else fits on a rank. Ranks divide experts or share rows only if
+    that does not fit either: as few ranks as possible, and if either would do, they divide experts.
 
     Args:
         shape: shape of the model; None if config.json has other names for its sizes.
@@ -110,7 +113,8 @@ def choose_update(
         is_cramped = on_host > host_bytes and choice.memory.offloads
         return is_cramped, choice.memory.inputs_on_host, round(time, 6)
 
-    def has_room(choice: UpdateChoice, learner: LearnerMemory) -> bool:
+    def has_room(choice: UpdateChoice) -> bool:
+        learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
         left = host_bytes - (on_host if choice.memory.offloads else 0)
         stays = learner.kept_beside(config)  # next to engines that are awake in their turn
         return (
@@ -119,12 +123,12 @@ def choose_update(
             and all(stays + engine_budget(config, total) <= total for total in shared)
         )
 
-    for context in sizes:
-        for choice in sorted(_choices(config, shape, context), key=seconds):
-            learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
-            if has_room(choice, learner):
-                return replace(choice, fits=True)
-    leanest = _choices(config, shape, sizes[0])
+    meshes = [(context, experts) for context in sizes for experts in _expert_sizes(config, shape)]
+    for context, experts in sorted(meshes, key=lambda mesh: (math.prod(mesh), mesh)):
+        fitting = [choice for choice in _choices(config, shape, context, experts) if has_room(choice)]
+        if fitting:
+            return replace(min(fitting, key=seconds), fits=True)
+    leanest = _choices(config, shape, *meshes[0])
     return min(leanest, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
 
 
@@ -139,13 +143,26 @@ def least_update(config: RunConfig) -> UpdateChoice:
         memory=config.actor.memory.with_rest_of(LEAST),
         num_tokens=settled.actor.ppo_max_token_len_per_gpu,
         context=settled.learner.num_context_ranks,
+        experts=settled.learner.num_expert_ranks,
     )
 
 
-def _choices(config: RunConfig, shape: ModelShape, context: int) -> list[UpdateChoice]:
+def _expert_sizes(config: RunConfig, shape: ModelShape) -> list[int]:
+    """Returns the values of `learner.expert_parallel` to try, in ascending order."""
+    learner = config.learner
+    if learner.expert_parallel != "auto":
+        return [learner.expert_parallel]
+    most = learner.num_shards if shape.divides_experts and config.actor.compile is not True else 1
+    sizes = range(1, most + 1)
+    return [size for size in sizes if learner.num_shards % size == shape.num_experts % size == 0]
+
+
+def _choices(config: RunConfig, shape: ModelShape, context: int, experts: int) -> list[UpdateChoice]:
     memory = config.actor.memory
     return [
-        UpdateChoice(memory=memory.with_rest_of(form), num_tokens=num_tokens, context=context)
+        UpdateChoice(
+            memory=memory.with_rest_of(form), num_tokens=num_tokens, context=context, experts=experts
+        )
         for form in _forms()
         for num_tokens in _budgets(config, shape, context)
     ]

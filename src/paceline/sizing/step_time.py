@@ -309,7 +309,7 @@ class _Batch:
         per_number = (_MOVED_COMPILED if compiled else _MOVED_EAGER) * self._width / 2
         moving = moved * per_number * numbers / self.card.bandwidth
         layer_passes = forward * self._micro_batches * shape.num_layers
-        num_experts = shape.num_experts / self.config.learner.expert_parallel
+        num_experts = shape.num_experts / self.config.learner.num_expert_ranks
         by_expert = layer_passes * num_experts * _LAUNCH_PER_EXPERT_S
         if compiled:
             return arithmetic + moving + layer_passes * _LAUNCH_COMPILED_S + by_expert
@@ -327,7 +327,7 @@ class _Batch:
         reduced = self._trained * reductions
         numbers = (self.shape.num_parameters * gathers + reduced) * (shards - 1) / shards
         numbers += 2 * reduced / shards * (replicas - 1) / replicas  # an all-reduce of the shards
-        elsewhere = (learner.expert_parallel - 1) / learner.expert_parallel
+        elsewhere = (learner.num_expert_ranks - 1) / learner.num_expert_ranks
         if self.shape.num_experts and elsewhere:
             with_experts = self.shape.num_layers - self.shape.num_dense
             trained = reductions if self.config.model.lora is None else 0

@@ -24,6 +24,13 @@ def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[
     """
     chosen = update_choice(config, machine)
     config, words = _with_context(config, chosen.context)
+    if config.learner.expert_parallel == "auto":
+        config = config.changed(learner={"expert_parallel": chosen.experts})
+        if chosen.experts > 1:
+            words.append(
+                f"learner.expert_parallel={chosen.experts}: by the memory plan, the update does not fit on "
+                "ranks that gather all experts of a layer"
+            )
     if chosen.num_tokens != config.actor.ppo_max_token_len_per_gpu:
         words.append(f"actor.ppo_max_token_len_per_gpu={chosen.num_tokens}")
         config = config.changed(actor={"ppo_max_token_len_per_gpu": chosen.num_tokens})
@@ -82,9 +89,9 @@ def _why_not(config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[
     size, shape = ranks_per_host[0], ModelShape.of(model_tree(config.model))
     if any(ranks != size for ranks in ranks_per_host):
         return f"they have {', '.join(map(str, ranks_per_host))} ranks"
-    if size % config.learner.expert_parallel:
+    if size % config.learner.num_expert_ranks:
         return (
-            f"learner.expert_parallel={config.learner.expert_parallel} does not divide a host's {size} ranks"
+            f"learner.expert_parallel={config.learner.num_expert_ranks} does not divide a host's {size} ranks"
         )
     if len(totals) < len(ranks_per_host):
         return "HOSTS.yaml does not name the card of each"

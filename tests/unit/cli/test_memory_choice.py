@@ -15,6 +15,7 @@ from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import LEAST, choose_update
 from support.cli_configs import SEVEN
+from support.memory_plans import TEN_WITH_EXPERTS
 from support.timed_steps import SHAPES
 
 
@@ -89,6 +90,67 @@ def test_compiled_layers_of_the_file_leave_rows_on_one_rank() -> None:
     assert shared(long_run(31744, actor={"compile": True}), 40)[::2] == (1, False)
     with pytest.raises(ConfigError, match="cannot hold one sequence of"):
         long_run(31744, actor={"compile": True, "ppo_max_token_len_per_gpu": 16384})
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""DeepSeek-V3"""
+
+
+def divided(run: RunConfig, gib: int, tree: dict[str, Any] = DEEPSEEK) -> tuple[int, int, bool]:
+    """Ranks that share a row, ranks that divide experts, and whether it fits; on GPUs without engines."""
+    gpus = range(run.learner.world_size)
+    totals = dict.fromkeys(gpus, gib * GIB)
+    shape = ModelShape.of(tree)
+    choice = choose_update(run, shape, learner_gpus=gpus, engine_gpus=(), totals=totals)
+    settled = choice.put_into(run)
+    assert settled.learner.num_expert_ranks == choice.experts
+    assert shape is not None
+    if choice.fits and choice.experts > 1:
+        assert not settled.with_compile(on_gpu=True).actor.compiles
+        gathered = settled.changed(learner={"expert_parallel": choice.experts // 2})
+        if "expert_parallel" not in run.learner.model_fields_set:
+            assert LearnerMemory.of(gathered, shape).most > 0.9 * gib * GIB
+    return choice.context, choice.experts, choice.fits
+
+
+def test_ranks_divide_experts_only_as_far_as_the_update_does_not_fit() -> None:
+    run = long_run(7168, world_size=128)
+    assert divided(run, 80) == (1, 8, True)
+    assert divided(run, 141) == (1, 2, True)
+    assert divided(run, 400) == (1, 1, True)
+    assert divided(long_run(7168, world_size=128, expert_parallel=4), 400)[1] == 4
+    assert divided(long_run(7168, world_size=128, expert_parallel=1), 80)[1] == 1
+    # Not by ranks of another copy, nor where layers have to be compiled or an expert would be cut.
+    copies = long_run(1024, world_size=8, fsdp_size=2)
+    assert divided(copies, 56, TEN_WITH_EXPERTS) == (1, 2, True)
+    assert divided(copies, 48, TEN_WITH_EXPERTS) == (1, 1, False)
+    assert divided(long_run(7168, world_size=128, actor={"compile": True}), 80)[1:] == (1, False)
+    assert divided(run, 80, DEEPSEEK | {"n_routed_experts": 257})[1] == 1
+
+
+def test_ranks_share_rows_of_models_whose_experts_cannot_be_divided() -> None:
+    shapes = [ModelShape.of(DEEPSEEK | {"model_type": kind}) for kind in ("deepseek_v3", "llama4_text")]
+    assert [shape.divides_experts for shape in shapes if shape is not None] == [True, False]
+    dense = ModelShape.of(SEVEN)
+    assert dense is not None
+    assert not dense.divides_experts
 
 
 def test_without_gpus_a_budget_that_the_file_leaves_out_holds_a_row() -> None:

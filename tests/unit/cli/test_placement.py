@@ -18,7 +18,7 @@ from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 from support.cli_configs import SEVEN, config
-from support.memory_plans import HALF
+from support.memory_plans import HALF, TEN_WITH_EXPERTS
 from support.source import ROOT
 
 # What `on` says of its machine.
@@ -448,3 +448,23 @@ def test_rows_that_ranks_share_are_told_with_the_reason(folder: Path) -> None:
     assert by_budget in settle(config(**given | long | actor), machine).remarks
     explicit = {"learner": {"world_size": 4, "context_parallel": 4}}
     assert told(141, **long, **actor, **explicit) == (4, [])
+
+
+def test_experts_that_ranks_divide_are_told_with_the_reason(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps(TEN_WITH_EXPERTS))
+    copies = {"learner": {"world_size": 4, "fsdp_size": 2}, "rollout": {"replicas": 4}, "placement": "given"}
+
+    def told(gib: int, **sections: object) -> tuple[object, list[str]]:
+        machine = Machine(num_cores=4, gpus=tuple(range(8)), gpu_bytes=dict.fromkeys(range(8), gib << 30))
+        settled = settle(config(**(copies | sections)), machine)
+        words = [words for words in settled.remarks if "expert_parallel" in words]
+        return settled.config.learner.expert_parallel, words
+
+    assert told(80) == (1, [])
+    by_plan = (
+        "learner.expert_parallel=2: by the memory plan, the update does not fit on ranks that gather all "
+    )
+    assert told(56) == (2, [by_plan + "experts of a layer"])
+    explicit = copies["learner"] | {"expert_parallel": 2}
+    assert told(80, learner=explicit) == (2, [])
+    assert settle(config(**copies), Machine(num_cores=4, gpus=())).config.learner.expert_parallel == 1

@@ -301,7 +301,7 @@ def _teacher_has_a_use(config: DerivedSettings) -> None:
 def _exchanges_are_not_compiled(config: DerivedSettings) -> None:
     ranks = {
         "context_parallel": config.learner.num_context_ranks,
-        "expert_parallel": config.learner.expert_parallel,
+        "expert_parallel": config.learner.num_expert_ranks,
     }
     for name, number in ranks.items():
         if config.actor.compiles and number > 1:

@@ -102,7 +102,7 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
     sizes = {
         "context_parallel": learner.num_context_ranks,
         "fsdp_size": learner.ranks_per_copy or 1,
-        "expert_parallel": learner.expert_parallel,
+        "expert_parallel": learner.num_expert_ranks,
     }
     for name, size in sizes.items():
         if num_ranks % size:

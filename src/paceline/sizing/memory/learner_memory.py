@@ -121,7 +121,7 @@ class LearnerMemory:
             has_images=has_images(config),
             vision=config.model.vision.train,
             context=config.learner.num_context_ranks,
-            expert=config.learner.expert_parallel,
+            expert=config.learner.num_expert_ranks,
             gpu_bytes=max(totals, default=0),
             muon=actor.optim.type == "muon",
             critic_muon=config.critic.optim.type == "muon",

@@ -253,7 +253,7 @@ def join_group(settings: LearnerConfig, environment: RankEnvironment, store: Sto
         settings.collective_timeout_s,
         context=settings.num_context_ranks,
         fsdp_size=settings.ranks_per_copy,
-        expert=settings.expert_parallel,
+        expert=settings.num_expert_ranks,
     )
 
 

@@ -95,6 +95,8 @@ def _update(layout: Layout) -> str:
     actor = layout.settled.actor
     memory = actor.memory.model_dump(exclude_none=True)
     kept = ", ".join(f"{name}={str(value).lower()}" for name, value in memory.items())
-    context = layout.settled.learner.num_context_ranks
+    learner = layout.settled.learner
+    context, experts = learner.num_context_ranks, learner.num_expert_ranks
     shared = f"the tokens of each row on {context} ranks, " if context > 1 else ""
-    return f"{shared}micro-batches of {actor.ppo_max_token_len_per_gpu:,} tokens, {kept}"
+    divided = f"the experts of each layer on {experts} ranks, " if experts > 1 else ""
+    return f"{shared}{divided}micro-batches of {actor.ppo_max_token_len_per_gpu:,} tokens, {kept}"
