@@ -361,7 +361,9 @@ def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:
 
 async def test_who_waits_in_a_group_of_a_dead_controller_is_freed_when_another_describes() -> None:
     bench, store = Bench(), open_store("127.0.0.1", 60.0)
-    there = commands.Description(sharding=b"", store_host="127.0.0.1", store_port=store.port, version=0)
+    there = learner_pb2.DescribeLearnerWeightsResponse(
+        sharding=b"", store_host="127.0.0.1", store_port=store.port, version=0
+    )
 
     async def answered(call: Coroutine[Any, Any, Any], answer: Any) -> None:
         asked, calling = len(bench.queue.futures), asyncio.create_task(call)

@@ -84,7 +84,13 @@ async def serve(context: ServiceContext, options: Options) -> None:
     clock = SystemClock()
     journal, run_id, notices = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
-    _start_telemetry(config, options)
+    telemetry.setup(
+        "controller",
+        run_dir=options.run_dir,
+        otlp_endpoint=config.telemetry.otlp_endpoint,
+        prometheus_port=config.telemetry.prometheus_port,
+        instance="controller",
+    )
     events = _events(notices)
     broker = await _connect(context, config, broker_url, stores, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
@@ -120,7 +126,14 @@ async def serve(context: ServiceContext, options: Options) -> None:
         run,
         progress,
         inputs=inputs,
-        collector=_collector(run, progress, broker, mailboxes, inputs, supervisor),
+        collector=Collector(
+            run,
+            broker=broker,
+            mailboxes=mailboxes,
+            dispatcher=Dispatcher(run, broker, inputs.images),
+            wait_for_services=lambda: _services(supervisor, config.service.recovery_timeout_s),
+            count=progress.count,
+        ),
         learner=learner,
         push=WeightPush(epochs, learner, rollout),
         supervisor=supervisor,
@@ -170,34 +183,6 @@ def _measure_mailboxes(context: ServiceContext, run: Run, progress: Progress, br
         measure_mailboxes(broker, run.id, progress, in_flight=run.config.pushes_in_flight),
     )
     context.defer("mailbox lengths", lambda: cancel(measuring))
-
-
-def _start_telemetry(config: RunConfig, options: Options) -> None:
-    telemetry.setup(
-        "controller",
-        run_dir=options.run_dir,
-        otlp_endpoint=config.telemetry.otlp_endpoint,
-        prometheus_port=config.telemetry.prometheus_port,
-        instance="controller",
-    )
-
-
-def _collector(
-    run: Run,
-    progress: Progress,
-    broker: Broker,
-    mailboxes: Mailboxes,
-    inputs: Inputs,
-    supervisor: Supervisor,
-) -> Collector:
-    return Collector(
-        run,
-        broker=broker,
-        mailboxes=mailboxes,
-        dispatcher=Dispatcher(run, broker, inputs.images),
-        wait_for_services=lambda: _services(supervisor, run.config.service.recovery_timeout_s),
-        count=progress.count,
-    )
 
 
 def validation_collector(

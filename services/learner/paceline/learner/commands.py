@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.core.errors import CheckpointError, IllegalTransitionError, InvalidMessageError
@@ -37,6 +36,7 @@ from paceline.learner.train.scoring import Fetch
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
+from paceline.rpc.v1 import learner_pb2 as pb
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -47,20 +47,6 @@ T = TypeVar("T")
 
 TRAIN, AHEAD, SAVE, LOAD, DESCRIBE = "train", "ahead", "save", "load", "describe"
 JOIN, PUBLISH, LEAVE, FREE = "join", "publish", "leave", "free"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Description:
-    """What the controller needs to form a weight group: the ranks' layouts, the rendezvous, the version.
-
-    Attributes:
-        sharding: a packed `Sharding`; b"" on ranks other than 0.
-    """
-
-    sharding: bytes
-    store_host: str
-    store_port: int
-    version: int
 
 
 class Commands:
@@ -170,14 +156,15 @@ class Commands:
             )
         roll_back(learner, arguments["folder"])
 
-    def _describe(self, arguments: Arguments) -> Description:
+    def _describe(self, arguments: Arguments) -> pb.DescribeLearnerWeightsResponse:
+        """Returns, on rank 0, what the controller needs to form a weight group."""
         ranks = self._learner.ranks
         self._reshard()
         layouts = gather_bytes(self._publisher.layout().to_bytes(), ranks)
         if ranks.world.rank != 0:
-            return Description(sharding=b"", store_host="", store_port=0, version=self._learner.version)
+            return pb.DescribeLearnerWeightsResponse()
         host, port = self._publisher.open_store()
-        return Description(
+        return pb.DescribeLearnerWeightsResponse(
             sharding=Sharding.of([RankLayout.from_bytes(data) for data in layouts]).to_bytes(),
             store_host=host,
             store_port=port,

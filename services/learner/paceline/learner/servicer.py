@@ -21,7 +21,6 @@ from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainResult
 from paceline.learner import commands
-from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.distributed.engine_memory import ReleasedMemory
 from paceline.rpc.v1 import learner_pb2 as pb
@@ -44,15 +43,6 @@ class _Training:
     step: int
     digest: str
     task: asyncio.Task[TrainResult]
-
-    def check_repeat(self, digest: str) -> None:
-        """Raises IllegalTransitionError if another batch is requested for this step."""
-        if digest != self.digest:
-            begun = "was trained" if self.task.done() else "is training"
-            raise IllegalTransitionError(
-                f"step {self.step} {begun} on the batch with digest {self.digest} and cannot be trained on "
-                f"the batch with digest {digest}: a step is trained once"
-            )
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
@@ -101,14 +91,9 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if self._epoch is not None:
             epoch, self._epoch = self._epoch, None
             await self._abandon(epoch, "the controller that formed the group")
-        description: Description = await self._run(commands.DESCRIBE, {})
+        description: pb.DescribeLearnerWeightsResponse = await self._run(commands.DESCRIBE, {})
         self._store = description.store_host, description.store_port
-        return pb.DescribeLearnerWeightsResponse(
-            sharding=description.sharding,
-            store_host=description.store_host,
-            store_port=description.store_port,
-            version=description.version,
-        )
+        return description
 
     async def JoinWeightGroup(
         self, request: pb.JoinLearnerGroupRequest, context: Any
@@ -169,7 +154,12 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._require_ready()
         training = self._training
         if training is not None and training.step == request.step:
-            training.check_repeat(request.digest)
+            if request.digest != training.digest:
+                begun = "was trained" if training.task.done() else "is training"
+                raise IllegalTransitionError(
+                    f"step {request.step} {begun} on the batch with digest {training.digest} and cannot be "
+                    f"trained on the batch with digest {request.digest}: a step is trained once"
+                )
         elif training is not None and not training.task.done():
             raise ProtocolError(
                 f"step {request.step} was asked for while step {training.step} is still training"

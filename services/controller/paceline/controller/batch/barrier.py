@@ -53,6 +53,11 @@ class DroppedGroup:
     reason: str
     message: str
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """Its fields in the journal."""
+        return {"prompt": self.prompt_id, "reason": self.reason, "message": self.message}
+
 
 _Failure = tuple[str, str]
 """Reason and message."""

@@ -141,13 +141,7 @@ class TrainingBatches:
     def _check_dropped(self, step: int, batch: Batch) -> None:
         dropped = batch.dropped
         for group in dropped:
-            self._journal.record(
-                "group_dropped",
-                step=step,
-                prompt=group.prompt_id,
-                reason=group.reason,
-                message=group.message,
-            )
+            self._journal.record("group_dropped", step=step, **group.fields)
             self._events.notice(
                 f"step {step}: prompt {group.prompt_id} dropped ({group.reason}): {group.message}"
             )

@@ -71,13 +71,7 @@ async def measured(
     names = {i: held_out.of.name for held_out in sets for i in held_out.ids()}
     await save_trajectories(run, "val", order.step, batch, order.prompts, collector.mailboxes, names)
     for group in batch.dropped:
-        run.journal.record(
-            "val_group_dropped",
-            step=order.step,
-            prompt=group.prompt_id,
-            reason=group.reason,
-            message=group.message,
-        )
+        run.journal.record("val_group_dropped", step=order.step, **group.fields)
     finals = await _finals(collector, batch) if run.config.keeps_texts else {}
     return await in_thread(val_metrics.of_sets, sets, batch, finals)
 

@@ -71,14 +71,6 @@ class _UnderWay:
     is_lent: bool = False
 
     @property
-    def step(self) -> int:
-        return self.order.step
-
-    @property
-    def policy(self) -> PolicyTag:
-        return self.order.policy
-
-    @property
     def rest(self) -> Order:
         """The order for the answers that have not come in."""
         missing = None if self.barrier is None else set(self.barrier.missing)
@@ -115,14 +107,14 @@ class ValidationBeside(Validation):
         """Begins the validation that follows the step, if there is one; returns no metrics."""
         step = self._progress.step
         sets = sets_after(self._run, self._inputs, step)
-        if sets and (self._current is None or self._current.step != step):
+        if sets and (self._current is None or self._current.order.step != step):
             await self._begin(step, policy, sets)
         return {}
 
     async def make_way(self, version: int) -> None:
         """Waits for the validation under way if the push of a version would end it, or a new one follows."""
         current = self._current
-        if current is None or current.step >= version:
+        if current is None or current.order.step >= version:
             return
         if not current.task.done() and not self._is_answered(current):
             await self._without_servers(current)
@@ -138,7 +130,7 @@ class ValidationBeside(Validation):
         """
         step, current = self._progress.step, self._current
         is_last = step == self._run.config.trainer.num_steps
-        if current is not None and (is_last or (is_saved and current.step < step)):
+        if current is not None and (is_last or (is_saved and current.order.step < step)):
             await self._wait(current, is_last=is_last)
         ended, self._over = self._over, []
         if self._current is not None and self._current.task.done():
@@ -160,10 +152,10 @@ class ValidationBeside(Validation):
         kept: dict[int, _UnderWay] = {}
         for under_way in self._all:
             has_failed = under_way.task.done() and under_way.task.exception() is not None
-            if has_failed or standing.validations.get(under_way.step) != str(under_way.policy):
+            if has_failed or standing.validations.get(under_way.order.step) != str(under_way.order.policy):
                 await cancel(under_way.task)
             else:
-                kept[under_way.step] = under_way
+                kept[under_way.order.step] = under_way
         self._ended, self._over, self._current = [], [], None
         self._publication.validated = None
         for step, policy in sorted(standing.validations.items()):
@@ -218,12 +210,12 @@ class ValidationBeside(Validation):
         if self._current is not None:
             self._over.append(self._current)
         self._current = under_way
-        self._publication.validated = None if under_way.task.done() else under_way.policy
+        self._publication.validated = None if under_way.task.done() else under_way.order.policy
 
     async def _answered(self, under_way: _UnderWay) -> ValidationResult:
-        with span("validate", attributes={"paceline.version": under_way.policy.version}):
+        with span("validate", attributes={"paceline.version": under_way.order.policy.version}):
             batch = await self._batch(under_way)
-        if self._publication.validated == under_way.policy:
+        if self._publication.validated == under_way.order.policy:
             self._publication.validated = None
         order, collector = under_way.order, under_way.collector
         metrics = await measured(self._run, collector, order, under_way.sets, batch)
@@ -263,7 +255,7 @@ class ValidationBeside(Validation):
 
     def _is_answered(self, under_way: _UnderWay) -> bool:
         """Returns whether there is a server that answers the validation's prompts."""
-        publication, policy = self._publication, under_way.policy
+        publication, policy = self._publication, under_way.order.policy
         return publication.is_held_for_validation(policy) or (
             under_way.is_lent and publication.is_served(policy)
         )
@@ -278,10 +270,10 @@ class ValidationBeside(Validation):
             under_way.task.result()
             return
         self._progress.move(Phase.VALIDATE)
-        if is_last and under_way.policy == self._progress.policy:
+        if is_last and under_way.order.policy == self._progress.policy:
             patience_s = self._run.config.service.recovery_timeout_s
             waiting = self._until_over(under_way, patience_s)
-            await self._publication.to_newcomers(under_way.policy, waiting)
+            await self._publication.to_newcomers(under_way.order.policy, waiting)
         else:
             await self._until_over(under_way, 0.0)
 
@@ -293,7 +285,7 @@ class ValidationBeside(Validation):
             if self._is_answered(under_way):
                 answered_at = now
             elif not under_way.task.done() and (
-                self._publication.is_served(under_way.policy) or now - answered_at >= patience_s
+                self._publication.is_served(under_way.order.policy) or now - answered_at >= patience_s
             ):
                 await self._without_servers(under_way)
                 if self._current is not under_way:
@@ -302,17 +294,17 @@ class ValidationBeside(Validation):
 
     async def _without_servers(self, under_way: _UnderWay) -> None:
         """Makes other servers answer the rest if they have the version; else gives the validation up."""
-        if not self._publication.is_served(under_way.policy):
+        if not self._publication.is_served(under_way.order.policy):
             # The last answers may be on their way to be scored.
             await asyncio.wait([under_way.task], timeout=_READ_AGAIN_S)
             if under_way.task.done():
                 return
-            await self._give_up(under_way, f"no server has {under_way.policy} any more")
+            await self._give_up(under_way, f"no server has {under_way.order.policy} any more")
             return
         rest = under_way.rest
         self._run.events.notice(
-            f"no validation server has {under_way.policy}: the other servers answer the {len(rest.prompts)} "
-            f"prompts that are left of the validation of step {under_way.step}"
+            f"no validation server has {rest.policy}: the other servers answer the {len(rest.prompts)} "
+            f"prompts that are left of the validation of step {rest.step}"
         )
         under_way.is_lent = True
         await under_way.collector.dispatcher.lend(rest)
@@ -322,5 +314,5 @@ class ValidationBeside(Validation):
         self._over = [other for other in self._over if other is not under_way]
         if self._current is under_way:
             self._current, self._publication.validated = None, None
-        self._skip(under_way.step, reason)
+        self._skip(under_way.order.step, reason)
         await under_way.collector.mailboxes.purge()

@@ -89,7 +89,7 @@ class TuningCheckpoints:
         )
         self._finish()
         attempt(self._ranks, self._remove_older)
-        self._written = self._writer.save(str(self._root / f"step_{step:06d}"), self._state, manifest)
+        self._written = self._writer.write(str(self._root / f"step_{step:06d}"), self._state, manifest)
 
     def remove(self) -> None:
         """Removes all of them: the training has ended."""

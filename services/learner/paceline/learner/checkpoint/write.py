@@ -53,7 +53,7 @@ class ShardWriter:
         self._folder: Folder | None = None
         self._written: Future[float] | None = None
 
-    def save(self, place: Place, state: State, manifest: Manifest) -> Future[float]:
+    def write(self, place: Place, state: State, manifest: Manifest) -> Future[float]:
         """Copies the state and begins to write it, after waiting for the previous checkpoint.
 
         A folder that this writer wrote for the same step stays as it is.
@@ -120,15 +120,15 @@ class ShardWriter:
         return time.monotonic() - began
 
 
-class CheckpointWriter:
-    """Writes a learner's checkpoints; every rank has one and calls it at the same places."""
+class CheckpointWriter(ShardWriter):
+    """Writes checkpoints of a learner, with what its manifest says of the run."""
 
     def __init__(self, learner: Learner) -> None:
+        super().__init__(learner.ranks)
         self._learner = learner
-        self._writer = ShardWriter(learner.ranks)
 
     def save(self, place: Place, *, step: int, controller_state: bytes) -> Future[float]:
-        """Begins a checkpoint as `ShardWriter.save` does.
+        """Begins a checkpoint as `write` does.
 
         Raises:
             CommandError: wraps a CheckpointError: the step is not the learner's, or the folder cannot be
@@ -136,11 +136,7 @@ class CheckpointWriter:
         """
         learner = self._learner
         manifest = attempt(learner.ranks, lambda: _describe(learner, place, step, controller_state))
-        return self._writer.save(place, state_of(learner), manifest)
-
-    def finish(self) -> None:
-        """Waits for writes as `ShardWriter.finish` does."""
-        self._writer.finish()
+        return self.write(place, state_of(learner), manifest)
 
 
 def _describe(learner: Learner, place: Place, step: int, controller_state: bytes) -> Manifest:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ConfigError
+from paceline.learner.distributed.host_memory import local_part
 from paceline.learner.model.architectures import UncompilableError, stacks_of
 
 A, B = ".lora_a", ".lora_b"
@@ -297,14 +298,14 @@ def with_adapters(network: nn.Module) -> Iterator[None]:
     The shards keep their addresses, which pushes cache. Afterwards W has the same bits as before.
     """
     kept = [
-        (_local(weight), _local(weight).clone())
+        (local_part(weight), local_part(weight).clone())
         for module in _adapted(network)
         for weight, _, _ in _parts(module)
     ]
     try:
         for module in _adapted(network):
             for weight, a, b in _parts(module):
-                _local(weight).copy_(_merged_rows(weight, a, b, module.scale))
+                local_part(weight).copy_(_merged_rows(weight, a, b, module.scale))
         yield
     finally:
         for weight, values in kept:
@@ -337,8 +338,8 @@ def _owner(weight: str) -> str:
 def _merged_rows(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns this rank's rows of the merged matrix, or its experts; every rank calls it."""
     is_shared = isinstance(a, DTensor) and a.ndim == 2  # each row of W takes all rows of A
-    a = a.full_tensor() if is_shared else _local(a)  # type: ignore[attr-defined]
-    return merge(_local(weight), a, _local(b), scale)
+    a = a.full_tensor() if is_shared else local_part(a)  # type: ignore[attr-defined]
+    return merge(local_part(weight), a, local_part(b), scale)
 
 
 def _adapted(network: nn.Module) -> list[Any]:
@@ -353,7 +354,3 @@ def _parts(module: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         return
     for name, adapter in getattr(module, _STACKS).items():
         yield module.get_parameter(name), adapter.lora_a, adapter.lora_b
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()

@@ -109,9 +109,9 @@ def score_chunks(
         make: plans the chunks, by their numbers in the step.
         rows: rows of the chunks, by place in the batch.
     """
-    gathered = _gather(learner, make, rows, fetch, stopwatch)
+    chunks, ahead, own = _gather(learner, make, rows, fetch, stopwatch)
     first = num_unscored(learner, step)
-    batches = [(number < first, batch) for number, own in gathered.batches.items() for batch in own]
+    batches = [(number < first, batch) for number, parts in own.items() for batch in parts]
     scored = iter(
         score(
             learner,
@@ -121,9 +121,8 @@ def score_chunks(
         )
     )
     return [
-        gathered.kept.get(number)
-        or ScoredChunk(chunk=chunk, parts=tuple(next(scored) for _ in gathered.batches[number]))
-        for number, chunk in gathered.chunks.items()
+        ahead[number] or ScoredChunk(chunk=chunk, parts=tuple(next(scored) for _ in own[number]))
+        for number, chunk in chunks.items()
     ]
 
 
@@ -159,22 +158,14 @@ def score_step(learner: Learner, order: TrainOrder, fetch: Fetch, stopwatch: Sto
     return ScoredStep(plan=plan, chunks=chunks)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Gathered:
-    """Chunks by number: those already scored ahead, and this rank's micro-batches of the others."""
-
-    chunks: Mapping[int, Chunk]
-    kept: Mapping[int, ScoredChunk]
-    batches: Mapping[int, Sequence[MicroBatch]]
-
-
 def _gather(
     learner: Learner,
     make: Callable[[Planner], Mapping[int, Chunk]],
     rows: Mapping[int, BatchRow],
     fetch: Fetch,
     stopwatch: Stopwatch,
-) -> _Gathered:
+) -> tuple[Mapping[int, Chunk], Mapping[int, ScoredChunk | None], Mapping[int, Sequence[MicroBatch]]]:
+    """Returns by number: the chunks, those that were scored ahead, and micro-batches of the others."""
     ranks, sharing, planner = learner.ranks, learner.shared_prompts, Planner(learner)
     while True:
         with stopwatch.phase("fetch"):
@@ -209,8 +200,7 @@ def _gather(
                 budget = planner.budget(lengths([rows[place] for place in chunks[shared].rows]))
                 is_refused = sharing.refuses(learner.actor, batches[shared][0].sources, ranks, budget)
         if not is_refused:
-            kept = {number: chunk for number, chunk in earlier.items() if chunk is not None}
-            return _Gathered(chunks=chunks, kept=kept, batches=batches)
+            return chunks, earlier, batches
 
 
 def score(

@@ -49,8 +49,10 @@ def open_run(
         )
     standing = journal.standing
     _check_same(run_dir, standing, inputs.digest, _settings(config))
-    run_id = standing.run_id or _id_in_checkpoints(config, run_dir)
-    run_id = run_id or run_id_for(run_dir.name, config.trainer.name)
+    if not (run_id := standing.run_id):
+        # Only the checkpoints of a run may be left.
+        left = (state.run_id for _, state in checkpoints.complete(checkpoints_of(config, run_dir)))
+        run_id = next(left, "") or run_id_for(run_dir.name, config.trainer.name)
     write_run_id(run_dir, run_id)
     earlier = standing.code
     begin_term(journal, run_id, config, inputs)
@@ -129,9 +131,3 @@ def _check_same(run_dir: Path, standing: Standing, digest: str, settings: Mappin
             f"the run in {run_dir} was begun with other settings: now {', '.join(changed)}. Set them back, "
             "choose another trainer.run_dir, or set trainer.resume: never"
         )
-
-
-def _id_in_checkpoints(config: RunConfig, run_dir: Path) -> str:
-    """Returns the id of a run of which only the checkpoints are left."""
-    root = checkpoints_of(config, run_dir)
-    return next((state.run_id for _, state in checkpoints.complete(root)), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,9 @@ class MetricsLines:
                     places[step] = start, len(line) - 1
                 start += len(line)
 
-    def of(self, step: int) -> tuple[bytes, dict[str, Any]] | None:
-        """Returns a step's line and its content; None if there is none."""
-        return self._read(step, self._places)
-
-    def of_validation(self, step: int) -> tuple[bytes, dict[str, Any]] | None:
-        """Returns the line of a step's validation beside training and its content; None if there is none."""
-        return self._read(step, self._of_validations)
-
-    def _read(self, step: int, places: Mapping[int, tuple[int, int]]) -> tuple[bytes, dict[str, Any]] | None:
+    def of(self, step: int, *, of_validation: bool = False) -> tuple[bytes, dict[str, Any]] | None:
+        """Returns the line of a step, or of its validation beside training, and its content; or None."""
+        places = self._of_validations if of_validation else self._places
         if step < 0 or step not in places:
             return None
         start, length = places[step]

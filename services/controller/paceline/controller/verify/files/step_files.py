@@ -63,7 +63,8 @@ class StepFiles:
         """
         number = validation.step
         computed = self._check_answers(validation, f"val_{number:06d}.parquet", validation.saved, run_id)
-        line, what = self._metrics.of_validation(number), f"line of the validation of step {number}"
+        line = self._metrics.of(number, of_validation=True)
+        what = f"line of the validation of step {number}"
         if line is None:
             self._findings.record(f"metrics.jsonl lacks the {what}, which is over", entry)
         self._check_line(what, line, computed, entry, validation.term, _COUNTS_PROMPTS)

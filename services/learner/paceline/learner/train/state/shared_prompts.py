@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Literal
 
@@ -36,12 +35,6 @@ In bfloat16 the two forms round differently; a wrong mask changes both by over t
 """
 
 
-class _State(Enum):
-    UNCHECKED = auto()
-    CHECKED = auto()
-    REFUSED = auto()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """The differences between shared and unshared form over all ranks.
@@ -59,20 +52,18 @@ class SharedPrompts:
     Args:
         mode: mode of `actor.shared_prompts`.
         compute: type of the forward pass.
+
+    Attributes:
+        is_unchecked: whether the next chunk that shares is the first one.
     """
 
     def __init__(self, mode: SharingMode, compute: torch.dtype, notify: Callable[[str], None]) -> None:
         self._mode, self._tolerances, self._notify = mode, TOLERANCES[compute], notify
-        self._state = _State.UNCHECKED
-
-    @property
-    def is_unchecked(self) -> bool:
-        """Whether the next chunk that shares is the first one."""
-        return self._state is _State.UNCHECKED
+        self.is_unchecked, self._is_refused = True, False
 
     def choose(self, make: Callable[[bool], Chunk]) -> Chunk:
         """Returns a chunk that `make` makes, with shared prompts or without."""
-        if self._mode == "off" or self._state is _State.REFUSED:
+        if self._mode == "off" or self._is_refused:
             return make(False)
         shared = make(True)
         if self._mode == "on":
@@ -107,7 +98,7 @@ class SharedPrompts:
                 ) from error
             return self._refuse(reason)
         most_log_probs, most_gradient = self._tolerances
-        self._state = _State.CHECKED
+        self.is_unchecked = False
         # With this form of the comparison, NaN is refused.
         if difference.log_probs <= most_log_probs and difference.gradient <= most_gradient:
             return False
@@ -121,7 +112,7 @@ class SharedPrompts:
         return self._refuse(reason)
 
     def _refuse(self, reason: str) -> bool:
-        self._state = _State.REFUSED
+        self.is_unchecked, self._is_refused = False, True
         self._notify(f"{reason}; every sample keeps its own copy of its prompt")
         return True
 

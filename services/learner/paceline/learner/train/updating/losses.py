@@ -72,7 +72,9 @@ class PolicyLoss:
         """Returns the share, with its graph, and the sums."""
         batch, device = part.batch, part.batch.mask.device
         self._require_tables(part)
-        teacher = self._teacher_of(batch)
+        teacher = None
+        if self._has_teacher:
+            teacher = batch.teacher or PackedTeacher.nothing(len(batch.targets))
         ids = None if teacher is None else teacher.token_ids.to(device, non_blocking=True).long()
         with recorded_choices(self._network.lm) as choices:
             scores: TokenScores = self._network(batch, self._temperature, True, ids)
@@ -128,12 +130,6 @@ class PolicyLoss:
                     f"a micro-batch of rows {list(part.batch.rows)[:8]} has no {name}, which the policy loss "
                     "reads; without them its gradient would be wrong; report this as a bug"
                 )
-
-    def _teacher_of(self, batch: MicroBatch) -> PackedTeacher | None:
-        """Returns the teacher's tokens, or a filler's; None without a teacher."""
-        if not self._has_teacher:
-            return None
-        return batch.teacher or PackedTeacher.nothing(len(batch.targets))
 
     def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
         """Returns the share of the mini-batch's mean over tokens of correct responses; 0 without any."""
