@@ -15,7 +15,7 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.members import SOME_MEMBER, LocalPart, MemberKind, Peer, RankRef
-from paceline.rollout.engines.vllm.calls import engine_died
+from paceline.rollout.engines.answers import engine_died
 from paceline.service.grpc.errors import from_metadata, to_metadata
 from paceline.weights.transport.rendezvous import Deadline
 

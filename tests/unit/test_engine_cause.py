@@ -43,13 +43,13 @@ def test_a_dead_engine_says_what_its_processes_said_last(tmp_path: Path) -> None
     """Of a log that is longer than what is read of it."""
     script = (
         "import sys\n"
-        "from paceline.rollout.engines.vllm import calls\n"
-        "from paceline.rollout.engines.vllm.start import cause\n"
-        "assert 'log of this server' in str(calls.engine_died())\n"
-        "cause.watch()\n"
+        "from paceline.rollout.engines.answers import engine_died\n"
+        "from paceline.rollout.engines.vllm.start.cause import ErrorOutput\n"
+        "output = ErrorOutput()\n"
+        "assert 'log of this server' in str(engine_died(output.root_cause()))\n"
         "sys.stderr.write(('x' * 99 + chr(10)) * 20_000)\n"
         f"sys.stderr.write({CORE + 'NotImplementedError: heads of 16'!r} + chr(10)); sys.stderr.flush()\n"
-        "print(calls.engine_died())\n"
+        "print(engine_died(output.root_cause()))\n"
     )
     with (tmp_path / "log").open("ab") as log:
         done = subprocess.run(

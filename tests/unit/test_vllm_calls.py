@@ -14,7 +14,7 @@ from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerL
 from paceline.core.members import EnginePart, LocalPart, MemberKind, RankRef, peer_to_plain
 from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.processes import EngineProcesses
-from paceline.rollout.engines.vllm import calls
+from paceline.rollout.engines.vllm import engine as module
 from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.rollout.engines.vllm.sampling.samples import to_sample
 from paceline.weights.digest.agreement import DigestReport
@@ -166,13 +166,13 @@ async def test_running_requests_make_a_push_unusable() -> None:
 
 
 async def test_an_engine_that_hangs_is_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.0)
+    monkeypatch.setattr(module, "GRACE_S", 0.0)
     with pytest.raises(DeadlineError, match=r"paceline_join: no answer from the engine within 0\.05 s"):
         await engine(FakeLlm([{}], delay_s=5.0)).join(SPEC, 2, 0.05)
 
 
 async def test_a_reset_that_hangs_is_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.05)
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
     llm = FakeLlm([receipt(0, 100, 3.0)])
 
     async def hang() -> bool:
@@ -187,7 +187,7 @@ async def test_a_reset_that_hangs_is_a_deadline_too(monkeypatch: pytest.MonkeyPa
 
 
 async def test_an_engine_that_does_not_answer_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.05)
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
     subject = engine(FakeLlm([], delay_s=10.0))
     with pytest.raises(DeadlineError):
         await subject.join(SPEC, 2, 0.05)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import LocalPart, RankRef, peer_from_plain, peer_to_plain
@@ -16,6 +16,9 @@ from paceline.rollout.engines.rank_receiver import RankReceiver
 
 logger = logging.getLogger(__name__)
 Reply = dict[str, Any]
+
+GRACE_S: Final = 10.0
+"""Extra seconds that an engine may take to answer, beyond the deadline of its ranks."""
 
 
 def answered(method: Callable[[], Reply], receiver: RankReceiver | None) -> Reply:
@@ -63,6 +66,19 @@ def raise_reported(replies: Sequence[Reply]) -> None:
         return 2 if isinstance(peer, RankRef) and peer.number is not None else 3
 
     raise _make_error(*errors[min(range(len(errors)), key=distance)])
+
+
+def no_answer(phase: str, seconds: float) -> DeadlineError:
+    """Returns the error for an engine that has not answered in time."""
+    hint = "its processes hang; the engine must be restarted"
+    return DeadlineError(phase=phase, peer=LocalPart.ENGINE, seconds=seconds, hint=hint)
+
+
+def engine_died(cause: str = "", codes: Sequence[int] = ()) -> PeerLostError:
+    """Returns the error for a dead engine, with what is known of the end of its processes."""
+    ended = f" (exit codes {codes})" if codes else ""
+    why = cause or "its last lines are in the log of this server"
+    return PeerLostError(f"the inference engine has died{ended}: {why}", peer=LocalPart.ENGINE)
 
 
 def _make_error(error: Reply, where: str) -> PacelineError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart
-from paceline.rollout.engines.answers import Reply
+from paceline.rollout.engines.answers import Reply, raise_reported
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.weights.digest.agreement import DigestReport
@@ -33,7 +33,7 @@ class RankedEngine(Engine, abc.ABC):
 
     @abc.abstractmethod
     async def _answers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
-        """Calls a method on every rank; returns the replies by rank."""
+        """Calls a method on every rank; returns the replies by rank, errors among them."""
 
     def _give_up(self, error: PeerLostError) -> PeerLostError:
         """Notes that the engine is of no more use; returns the error."""
@@ -50,7 +50,9 @@ class RankedEngine(Engine, abc.ABC):
             ModelError, WeightSyncError: as a rank reports.
         """
         try:
-            return await self._answers(method, args, timeout_s)
+            replies = await self._answers(method, args, timeout_s)
+            raise_reported(replies)
+            return replies
         except (DeadlineError, PeerLostError) as error:
             if error.peer is LocalPart.ENGINE:
                 self._give_up(PeerLostError(str(error), peer=LocalPart.ENGINE))

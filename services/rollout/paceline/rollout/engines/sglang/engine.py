@@ -30,12 +30,12 @@ from paceline.core.errors import (
 )
 from paceline.core.members import EnginePart, LocalPart
 from paceline.core.samples.trajectory import FinishReason
-from paceline.rollout.engines.answers import Reply
+from paceline.rollout.engines.answers import Reply, engine_died
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.ranked_engine import RankedEngine, merged_receipt, mixed_versions
 from paceline.rollout.engines.sglang import arguments
-from paceline.rollout.engines.sglang.link import Link, died
+from paceline.rollout.engines.sglang.link import Link
 from paceline.rollout.engines.sglang.sampler import GREEDY
 from paceline.weights.receipt import PushReceipt
 
@@ -105,7 +105,7 @@ class SglangEngine(RankedEngine):
         try:
             variables, share = arguments.environment(config), config.rollout.gpu_memory_utilization
             await asyncio.to_thread(engine._link.start, given, variables, _free_port(), share)
-            facts = await engine._link.call("paceline_facts", timeout_s=_START_S)
+            facts = await engine.call_workers("paceline_facts", (), _START_S)
         except PeerLostError as error:
             engine._link.kill()
             if any(code < 0 for code in engine._link.ended):
@@ -324,7 +324,7 @@ class SglangEngine(RankedEngine):
         """Ends all requests with an error when a process of the engine has ended."""
         while (link := self._link) is not None:
             if link.ended:
-                self._give_up(self._unusable or died(link.ended))
+                self._give_up(self._unusable or engine_died(codes=link.ended))
                 return
             await asyncio.sleep(_LOOK_S)
 
@@ -332,7 +332,7 @@ class SglangEngine(RankedEngine):
         """Raises PeerLostError if the engine has died, hangs, or can never be pushed into again."""
         link = self._alive()
         if link.ended:
-            raise self._give_up(died(link.ended))
+            raise self._give_up(engine_died(codes=link.ended))
         self._check_running()
 
     async def shutdown(self) -> None:

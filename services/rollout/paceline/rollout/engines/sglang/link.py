@@ -26,14 +26,9 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from paceline.core.errors import DeadlineError, PeerLostError
-from paceline.core.members import LocalPart
-from paceline.rollout.engines.answers import Reply, raise_reported
+from paceline.rollout.engines.answers import GRACE_S, Reply, engine_died, no_answer
 
 logger = logging.getLogger(__name__)
-
-GRACE_S = 10.0
-"""Extra seconds that the engine may take to answer, beyond the deadline of its ranks."""
 
 _LOOK_S = 0.2
 _Result = TypeVar("_Result")
@@ -104,7 +99,7 @@ class Link:
         await self._unless_ended(self._requests.send(msgpack_encode(message)), "sending a request", GRACE_S)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Reply]:
-        """Calls a method on every rank; returns replies and raises as `RankedEngine.call_workers` does."""
+        """Calls a method on every rank; returns the replies by rank. Raises as `send` does."""
         from sglang.srt.managers.io_struct import RpcReqInput, msgpack_decode, msgpack_encode
 
         packed = base64.b64encode(msgpack.packb([method, args])).decode()
@@ -113,7 +108,6 @@ class Link:
             answer = await self._unless_ended(self._exchange(message), method, timeout_s + GRACE_S)
         reply = msgpack_decode(answer)
         replies: list[Reply] = msgpack.unpackb(base64.b64decode(reply.message))
-        raise_reported(replies)
         return replies
 
     async def _exchange(self, message: bytes) -> bytes:
@@ -128,10 +122,9 @@ class Link:
                 while not working.done():
                     await asyncio.wait([working], timeout=_LOOK_S)
                     if not working.done() and self.ended:
-                        raise died(self.ended)
+                        raise engine_died(codes=self.ended)
         except TimeoutError:
-            hint = "its processes hang; the engine must be restarted"
-            raise DeadlineError(phase=phase, peer=LocalPart.ENGINE, seconds=seconds, hint=hint) from None
+            raise no_answer(phase, seconds) from None
         finally:
             working.cancel()
         return working.result()
@@ -163,11 +156,3 @@ class Link:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(self._address(name))
         return socket
-
-
-def died(codes: list[int]) -> PeerLostError:
-    """Returns the error for a dead engine."""
-    return PeerLostError(
-        f"the inference engine has died (exit codes {codes}): its last lines are in the log of this server",
-        peer=LocalPart.ENGINE,
-    )

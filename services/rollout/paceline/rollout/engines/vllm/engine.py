@@ -7,34 +7,36 @@ tokenizer is loaded.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart
 from paceline.models.facts import config_tree
 from paceline.models.model_shape import layers_with_experts
-from paceline.rollout.engines.answers import Reply
+from paceline.rollout.engines.answers import GRACE_S, Reply, engine_died, no_answer
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.ranked_engine import DESCRIBE_S, RankedEngine, merged_receipt, mixed_versions
-from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.sampling.log_probs import Fetched, LogProbs, Versions
 from paceline.rollout.engines.vllm.sampling.samples import submit, to_sample
 from paceline.rollout.engines.vllm.sampling.under_way import UnderWay
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
+from paceline.rollout.engines.vllm.start.cause import ErrorOutput
 from paceline.rollout.engines.vllm.start.startup import build, built, in_daemon, prepare
 from paceline.service.tasks import cancel
 from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # The engine answers between two of its steps; one with long prompts takes seconds on a CPU.
 _FETCH_S = 60.0
@@ -55,8 +57,10 @@ class VllmEngine(RankedEngine):
         *,
         has_tower: bool = False,
         expert_layers: Sequence[int] = (),
+        output: ErrorOutput | None = None,
     ) -> None:
         super().__init__(processes)
+        self._output = output or ErrorOutput()
         self._llm, self._has_tower, self._expert_layers = llm, has_tower, expert_layers
         self._images = vision.ImageSender()
         self._log_probs: LogProbs | None = None
@@ -83,14 +87,13 @@ class VllmEngine(RankedEngine):
             ModelError: the engine does not start with this model and configuration.
             FailedStartError: one of the engine's processes was killed or stopped: the next start may succeed.
         """
-        started, processes = time.monotonic(), EngineProcesses()
+        started, processes, output = time.monotonic(), EngineProcesses(), ErrorOutput()
         context = prepare(config)
         # In a list, because the thread's frame would keep a returned engine alive to the interpreter's end,
         # when its finalizer fails.
         made: list[Any] = []
-        await built(
-            in_daemon(lambda: made.append(build(config, load_format, worker_extension, context))), processes
-        )
+        work = functools.partial(build, config, load_format, worker_extension, context, output)
+        await built(in_daemon(lambda: made.append(work())), processes)
         processes.settle()
         log.info("engine up in %.1f s", time.monotonic() - started)
         # Existing objects stay, so later garbage collections need not examine them.
@@ -103,6 +106,7 @@ class VllmEngine(RankedEngine):
             expert_layers=layers_with_experts(config_tree(config.model.path))
             if config.actor.router_replay
             else (),
+            output=output,
         )
         if environment.batches_draws(config):
             await engine.batch_draws()
@@ -149,7 +153,7 @@ class VllmEngine(RankedEngine):
         resetting = asyncio.create_task(self._reset_caches())
         try:
             replies = await receiving
-            idle = await calls.answered(self._llm, resetting, "reset of the prefix cache", calls.GRACE_S)
+            idle = await self._answered(resetting, "reset of the prefix cache", GRACE_S)
         finally:
             await cancel(receiving, resetting)
         if not idle:
@@ -175,7 +179,32 @@ class VllmEngine(RankedEngine):
         return idle
 
     async def _answers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
-        return await calls.call_workers(self._llm, method, args, timeout_s)
+        allowed_s = timeout_s + GRACE_S
+        call = self._llm.collective_rpc(method, timeout=allowed_s, args=args)
+        replies: list[Reply] = await self._answered(call, method, allowed_s)
+        return replies
+
+    async def _answered(self, call: Awaitable[T], what: str, seconds: float) -> T:
+        """Awaits an answer of the engine.
+
+        Raises:
+            DeadlineError: no answer came in time; `what` is named as the phase.
+            PeerLostError: the engine died.
+            WeightSyncError: the call raised.
+        """
+        llm = self._llm
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except TimeoutError:
+            raise no_answer(what, seconds) from None
+        except Exception as error:  # vLLM wraps a worker's exception in a bare Exception
+            if llm.errored:
+                raise self._died() from error
+            raise WeightSyncError(f"{what} failed in the engine: {error}") from error
+
+    def _died(self) -> PeerLostError:
+        return engine_died(self._output.root_cause())
 
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
@@ -204,7 +233,7 @@ class VllmEngine(RankedEngine):
             return await asyncio.gather(*results)
         except BaseException as error:
             if self._llm.errored and isinstance(error, Exception):
-                raise calls.engine_died() from error
+                raise self._died() from error
             if self._has_tower:
                 self._images.forget(self._llm)
             # AsyncLLM's own names of the requests, because the same id may already be under way again.
@@ -251,7 +280,7 @@ class VllmEngine(RankedEngine):
 
     async def _ordered(self, call: Awaitable[Any], what: str) -> None:
         try:
-            await calls.answered(self._llm, call, what, _SLEEP_S)
+            await self._answered(call, what, _SLEEP_S)
         except DeadlineError as error:
             self._give_up(PeerLostError(str(error), peer=LocalPart.ENGINE))
             raise
@@ -261,7 +290,7 @@ class VllmEngine(RankedEngine):
         if self._unusable is not None:
             raise self._unusable
         if self._llm is None or self._llm.errored:
-            raise calls.engine_died()
+            raise self._died()
         self._check_running()
 
     async def shutdown(self) -> None:

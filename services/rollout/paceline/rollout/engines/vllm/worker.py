@@ -1,4 +1,4 @@
-"""Methods mixed into vLLM's workers (`worker_extension_cls`); `calls.py` calls them on every TP rank.
+"""Methods mixed into vLLM's workers (`worker_extension_cls`); `engine.py` calls them on every TP rank.
 
 Every reply is a dict of plain values, also for an error. An exception would leave the replies of the other
 ranks in the executor's queues, and the next call would read them as its own.

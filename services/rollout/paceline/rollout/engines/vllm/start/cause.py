@@ -24,9 +24,6 @@ _PASSING: Final = (
 _LINE: Final = re.compile(_PROCESS + r"(?P<text>[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
 
 
-_watched: list[ErrorOutput] = []
-
-
 def may_pass(error: str, cause: str) -> bool:
     """Returns whether the same start may succeed the next time.
 
@@ -40,7 +37,7 @@ def may_pass(error: str, cause: str) -> bool:
 
 
 class ErrorOutput:
-    """Reads standard error as written from now on, if it is a file, as under `paceline train`."""
+    """Reads standard error as written from now on, if it is a file. Create it before the engine starts."""
 
     def __init__(self) -> None:
         self._start = os.fstat(sys.stderr.fileno()).st_size if self._is_file() else 0
@@ -56,17 +53,6 @@ class ErrorOutput:
 
     def _is_file(self) -> bool:
         return stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
-
-
-def watch() -> ErrorOutput:
-    """Begins to watch the error output for `of_death`; call it before an engine starts."""
-    _watched[:] = [ErrorOutput()]
-    return _watched[0]
-
-
-def of_death() -> str:
-    """Returns the first exception that the engine's processes have logged since `watch`; "" for none."""
-    return _watched[0].root_cause() if _watched else ""
 
 
 def first_exception(text: str) -> str:

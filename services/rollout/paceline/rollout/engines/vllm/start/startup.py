@@ -26,7 +26,7 @@ from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
 from paceline.rollout.engines.vllm.start import environment, model_class, prefork, refusals
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
-from paceline.rollout.engines.vllm.start.cause import may_pass, watch
+from paceline.rollout.engines.vllm.start.cause import ErrorOutput, may_pass
 
 _LOOK_S = 1.0
 _SHUTDOWN_S = 3
@@ -42,7 +42,11 @@ def prepare(config: RunConfig) -> BaseContext | None:
 
 
 def build(
-    config: RunConfig, load_format: str, worker_extension: str | None, context: BaseContext | None
+    config: RunConfig,
+    load_format: str,
+    worker_extension: str | None,
+    context: BaseContext | None,
+    output: ErrorOutput,
 ) -> Any:
     """Returns the AsyncLLM; blocks until its processes are up, and raises what `VllmEngine.start` says.
 
@@ -70,7 +74,6 @@ def build(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
     _drop_unknown(arguments, AsyncEngineArgs)
-    output = watch()
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
