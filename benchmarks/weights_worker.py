@@ -14,12 +14,12 @@ from paceline.weights.plan.spec import WeightGroupSpec
 
 
 class TimedExtension(PacelineWorkerExtension):
-    """Paceline's extension; all methods are called through `collective_rpc`."""
+    """Paceline's extension; all methods are called through `paceline_call`."""
 
-    def paceline_receive(self, version: int, timeout_s: float) -> dict[str, Any]:
+    def paceline_receive(self, version: int, timeout_s: float, is_paused: bool) -> dict[str, Any]:
         """Receives a push; returns when it began and ended."""
         began = time.perf_counter()
-        reply = super().paceline_receive(version, timeout_s)
+        reply = super().paceline_receive(version, timeout_s, is_paused)
         return reply | {"began": began, "ended": time.perf_counter()}
 
     def paceline_plain(self, repeats: int) -> dict[str, Any]:

@@ -48,7 +48,9 @@ class FakeLlm:
         self.errored = False
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
-        self.calls.append((method, timeout, args))
+        assert method == "paceline_call"
+        called, given = args
+        self.calls.append((called, timeout, given))
         await asyncio.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure
@@ -243,7 +245,7 @@ class Gpus(FakeLlm):
         self.free = itertools.chain(free, itertools.repeat([0, 0]))
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
-        assert method == "paceline_free_bytes"
+        assert (method, args) == ("paceline_call", ("paceline_free_bytes", ()))
         return [{"free_bytes": number} for number in next(self.free)]
 
 

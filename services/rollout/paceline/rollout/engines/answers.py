@@ -1,48 +1,17 @@
-"""Replies of an engine's ranks as plain values, errors included; of several errors, the cause is raised.
-
-A rank answers with a dict; an exception would leave other ranks waiting, or lose which peer was at fault.
-"""
+"""The errors of an engine's calls: what its ranks report, an answer that does not come, the engine's end."""
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
-from paceline.core.members import LocalPart, RankRef, peer_from_plain, peer_to_plain
-from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.core.members import LocalPart, RankRef, peer_from_plain
 
-logger = logging.getLogger(__name__)
 Reply = dict[str, Any]
 
 GRACE_S: Final = 10.0
 """Extra seconds that an engine may take to answer, beyond the deadline of its ranks."""
-
-
-def answered(method: Callable[[], Reply], receiver: RankReceiver | None) -> Reply:
-    """Returns what a method of this rank returns, or its error as a value."""
-    try:
-        return method()
-    except Exception as error:  # errors travel to the caller as values
-        logger.warning("%s failed", _name(method), exc_info=True)
-        rank = receiver.rank_ref if receiver is not None else None
-        return {"error": _described(error) | {"rank": rank and peer_to_plain(rank)}}
-
-
-def _name(method: Any) -> str:
-    inner = method.func if isinstance(method, functools.partial) else method
-    return str(getattr(inner, "__name__", inner))
-
-
-def _described(error: Exception) -> Reply:
-    reply: Reply = {"kind": type(error).__name__, "message": str(error)}
-    if isinstance(error, DeadlineError):
-        reply |= {"phase": error.phase, "seconds": error.seconds, "hint": error.hint}
-    if isinstance(error, DeadlineError | PeerLostError):
-        reply["peer"] = peer_to_plain(error.peer)
-    return reply
 
 
 def raise_reported(replies: Sequence[Reply]) -> None:

@@ -1,7 +1,4 @@
-"""Paceline's methods on SGLang's scheduler; `link.py` calls them on every rank, between two of its steps.
-
-A reply is a dict of plain values, also for an error: an exception on one rank would leave the others waiting.
-"""
+"""Paceline's methods on SGLang's scheduler; `link.py` calls them on every rank, between two of its steps."""
 
 from __future__ import annotations
 
@@ -24,30 +21,29 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.answers import Reply, answered
+from paceline.rollout.engines.answers import Reply
+from paceline.rollout.engines.rank_calls import RankCalls
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.sglang.loading import load_full, refresh_copies
 from paceline.rollout.engines.weights.layout import describe_model
-from paceline.weights.plan.spec import WeightGroupSpec
 
 CALL = "call"
 """Name of the only parameter of a call: the method and its arguments, packed."""
 
 
-class PacelineScheduler(Scheduler):  # type: ignore[misc]
+class PacelineScheduler(RankCalls, Scheduler):  # type: ignore[misc]
     """SGLang's scheduler of one rank, with Paceline's methods."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # Only the stop tokens of a request end its response.
         self.model_config.hf_eos_token_id = None
-        self._receiver: RankReceiver | None = None
 
     def handle_rpc_request(self, recv_req: RpcReqInput) -> RpcReqOutput:
         """Calls a method, and returns the replies of all ranks."""
         method, args = msgpack.unpackb(base64.b64decode(recv_req.parameters[CALL]))
-        reply = answered(functools.partial(getattr(self, method), *args), self._receiver)
-        replies = _gathered(msgpack.packb(reply), self.tp_cpu_group, self.ps.tp_size)
+        reply = msgpack.packb(self.paceline_call(method, args))
+        replies = _gathered(reply, self.tp_cpu_group, self.ps.tp_size)
         return RpcReqOutput(success=True, message=base64.b64encode(msgpack.packb(replies)).decode())
 
     def paceline_facts(self) -> Reply:
@@ -57,16 +53,6 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             "vocab_size": int(self.model_config.vocab_size),
             "max_request_tokens": int(self.max_req_len),
         }
-
-    def paceline_describe(self) -> Reply:
-        """Returns the layout of this rank, as bytes."""
-        return {"layout": self._paceline_receiver().describe().to_bytes()}
-
-    def paceline_join(self, spec: bytes, rank_offset: int, timeout_s: float) -> Reply:
-        """Joins the weight group; `rank_offset` is the group rank of this server's first rank."""
-        group = WeightGroupSpec.from_bytes(spec)
-        self._paceline_receiver().join(group, rank_offset + self.ps.tp_rank, timeout_s)
-        return {}
 
     def paceline_receive(self, version: int, timeout_s: float) -> Reply:
         """Receives a push and computes digests of the parameters; forgets cached prefixes.
@@ -78,16 +64,6 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         receipt = self._paceline_receiver().receive(version, timeout_s)
         refresh_copies(self.tp_worker.model_runner.model)
         return {"receipt": receipt.to_bytes(), "idle": self.flush_cache(empty_cache=False)}
-
-    def paceline_digest(self, version: int) -> Reply:
-        """Computes digests of the parameters; `version` only labels the report."""
-        report = self._paceline_receiver().digest(version, f"TP rank {self.ps.tp_rank}")
-        return {"digests": report.to_bytes()}
-
-    def paceline_leave(self) -> Reply:
-        """Leaves the group; peers that still wait get an error."""
-        self._paceline_receiver().leave()
-        return {}
 
     def paceline_is_idle(self) -> Reply:
         """Returns whether nothing is under way; a step's requests count until the next step."""
@@ -117,15 +93,16 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return {}
 
-    def _paceline_receiver(self) -> RankReceiver:
-        if self._receiver is None:
-            runner = self.tp_worker.model_runner
-            is_on_gpu = runner.device == "cuda"
-            device = torch.device("cuda", self.ps.gpu_id) if is_on_gpu else torch.device(runner.device)
-            reload = functools.partial(_reload, runner.model, device)
-            load = load_full(runner.model, runner.model_config.hf_config.model_type, reload)
-            self._receiver = RankReceiver(runner.model, device, describe_model, load)
-        return self._receiver
+    def _paceline_rank(self) -> int:
+        return int(self.ps.tp_rank)
+
+    def _paceline_new_receiver(self) -> RankReceiver:
+        runner = self.tp_worker.model_runner
+        is_on_gpu = runner.device == "cuda"
+        device = torch.device("cuda", self.ps.gpu_id) if is_on_gpu else torch.device(runner.device)
+        reload = functools.partial(_reload, runner.model, device)
+        load = load_full(runner.model, runner.model_config.hf_config.model_type, reload)
+        return RankReceiver(runner.model, device, describe_model, load)
 
 
 def _reload(model: Any, device: torch.device, tensors: Any) -> None:

@@ -180,7 +180,7 @@ class VllmEngine(RankedEngine):
 
     async def _answers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
         allowed_s = timeout_s + GRACE_S
-        call = self._llm.collective_rpc(method, timeout=allowed_s, args=args)
+        call = self._llm.collective_rpc("paceline_call", timeout=allowed_s, args=(method, args))
         replies: list[Reply] = await self._answered(call, method, allowed_s)
         return replies
 

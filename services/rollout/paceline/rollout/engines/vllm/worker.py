@@ -1,19 +1,16 @@
-"""Methods mixed into vLLM's workers (`worker_extension_cls`); `engine.py` calls them on every TP rank.
-
-Every reply is a dict of plain values, also for an error. An exception would leave the replies of the other
-ranks in the executor's queues, and the next call would read them as its own.
-"""
+"""Methods mixed into vLLM's workers (`worker_extension_cls`); `engine.py` calls them on every TP rank."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.rollout.engines.answers import Reply, answered
+from paceline.rollout.engines.answers import Reply
+from paceline.rollout.engines.rank_calls import RankCalls
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.images.without_torchvision import register
 from paceline.rollout.engines.vllm.reload import Reloader
@@ -22,12 +19,9 @@ from paceline.rollout.engines.weights.checkpoint import learner_shapes
 from paceline.rollout.engines.weights.layout import describe_model
 from paceline.rollout.engines.weights.trace import traced
 from paceline.weights.corrections import use_factor_parameters
-from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-P = ParamSpec("P")
 
 _BUSY_LOOP_S = 0.002
 _RECHECK_MS = 50
@@ -124,19 +118,8 @@ def _keep_sinks_in_place() -> None:
         names.add("sinks")
 
 
-def _answering(
-    method: Callable[Concatenate[PacelineWorkerExtension, P], Reply],
-) -> Callable[..., Reply]:
-    @functools.wraps(method)
-    def answer(self: PacelineWorkerExtension, *args: P.args, **kwargs: P.kwargs) -> Reply:
-        receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
-        return answered(functools.partial(method, self, *args, **kwargs), receiver)
-
-    return answer
-
-
-class PacelineWorkerExtension:
-    """Paceline's methods of a worker; their prefix separates them from the worker's own."""
+class PacelineWorkerExtension(RankCalls):
+    """`RankCalls` in vLLM, and the methods of its batched sampler."""
 
     # Attributes of vLLM's worker:
     rank: int
@@ -145,19 +128,6 @@ class PacelineWorkerExtension:
     vllm_config: Any
     get_model: Callable[[], nn.Module]
 
-    @_answering
-    def paceline_describe(self) -> Reply:
-        """Returns the layout of this rank, as bytes."""
-        return {"layout": self._paceline_receiver().describe().to_bytes()}
-
-    @_answering
-    def paceline_join(self, spec: bytes, rank_offset: int, timeout_s: float) -> Reply:
-        """Joins the weight group; `rank_offset` is the group rank of this server's first TP rank."""
-        group_spec = WeightGroupSpec.from_bytes(spec)
-        self._paceline_receiver().join(group_spec, rank_offset + self.rank, timeout_s)
-        return {}
-
-    @_answering
     def paceline_receive(self, version: int, timeout_s: float, is_paused: bool) -> Reply:
         """Receives a push and computes digests of the parameters.
 
@@ -170,24 +140,11 @@ class PacelineWorkerExtension:
             sampler.places.begin_version(version, mid_answer=is_paused)
         return {"receipt": receipt.to_bytes()}
 
-    @_answering
-    def paceline_digest(self, version: int) -> Reply:
-        """Computes digests of the parameters; `version` only labels the report."""
-        return {"digests": self._paceline_receiver().digest(version, f"TP rank {self.rank}").to_bytes()}
-
-    @_answering
-    def paceline_leave(self) -> Reply:
-        """Leaves the group; peers that still wait get an error."""
-        self._paceline_receiver().leave()
-        return {}
-
-    @_answering
     def paceline_batch_draws(self) -> Reply:
         """Switches to drawing a batch's tokens at once; see `batched_sampler`."""
         replace_sampler(self.model_runner)
         return {}
 
-    @_answering
     def paceline_take_log_probs(
         self, ids: list[str], starts: list[int], counts: list[int], aborted: list[str]
     ) -> Reply:
@@ -198,7 +155,6 @@ class PacelineWorkerExtension:
         places.forget(aborted)
         return {"log_probs": values.numpy().tobytes(), "versions": versions} if self.rank == 0 else {}
 
-    @_answering
     def paceline_read_log_probs(self, ids: list[str], starts: list[int], counts: list[int]) -> Reply:
         """Returns the log-probabilities and versions of requests under way, from TP rank 0.
 
@@ -214,27 +170,20 @@ class PacelineWorkerExtension:
             return {}
         return {"log_probs": values.numpy().tobytes(), "versions": versions, "known": known}
 
-    @_answering
     def paceline_free_bytes(self) -> Reply:
         """Returns the unused memory of this rank's GPU; 0 on a CPU."""
         device = torch.device(self.device)
         return {"free_bytes": torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0}
 
-    def _paceline_receiver(self) -> RankReceiver:
-        # vLLM calls no __init__ of an extension.
-        receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
-        if receiver is None:
-            model = self.get_model()
-            config = self.vllm_config.model_config.hf_config
-            reloader = Reloader(
-                model,
-                self._paceline_reload,
-                self._paceline_finish_reload,
-                model_type=config.model_type,
-            )
-            receiver = RankReceiver(model, torch.device(self.device), describe_model, reloader.load)
-            self.__dict__["_paceline_state"] = receiver
-        return receiver
+    def _paceline_rank(self) -> int:
+        return self.rank
+
+    def _paceline_new_receiver(self) -> RankReceiver:
+        model, config = self.get_model(), self.vllm_config.model_config.hf_config
+        reloader = Reloader(
+            model, self._paceline_reload, self._paceline_finish_reload, model_type=config.model_type
+        )
+        return RankReceiver(model, torch.device(self.device), describe_model, reloader.load)
 
     def _paceline_reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         if _is_on_cpu():
