@@ -15,10 +15,10 @@ import pytest
 from paceline.config.reward import JudgeConfig, RewardConfig
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
-from paceline.reward.judge.client import JudgeClient
 from paceline.reward.judge.question import GradePattern, JudgePrompt
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.shaped import Shaped
 from support.clocks import ManualClock
 
 PROMPT = "Is {response} right for {prompt}? The truth is {ground_truth}; {level}, {unknown}. Grade:"
@@ -108,7 +108,7 @@ async def test_it_is_asked_about_the_item_and_its_last_number_counts(tmp_path: P
     ]
 
 
-async def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
+async def test_an_answer_that_comes_byte_by_byte_has_one_deadline(tmp_path: Path) -> None:
     enough, gone = asyncio.Event(), asyncio.Event()
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,24 +125,26 @@ async def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        client = JudgeClient(
+        (tmp_path / "prompt.txt").write_text(PROMPT)
+        scorer = JudgeScorer(
             JudgeConfig(
                 name="j",
                 address=f"http://127.0.0.1:{port}/v1",
                 model="m",
-                prompt_file="prompt.txt",
+                prompt_file=str(tmp_path / "prompt.txt"),
                 timeout_s=0.3,
+                attempts=1,
             )
         )
+        await scorer.start()
         try:
             async with asyncio.timeout(120):
-                with pytest.raises(RewardError, match=r"no answer within 0\.3 s") as caught:
-                    await client.ask("?")
+                (score,) = await scorer.score([item("four")])
         finally:
             enough.set()
-            await client.close()
+            await scorer.close()
             await gone.wait()
-    assert caught.value.kind is RewardErrorKind.TIMEOUT
+    assert score.error == (RewardErrorKind.TIMEOUT, "j: no answer within 0.3 s")
 
 
 def test_a_response_cannot_fill_in_places_of_its_own() -> None:
@@ -261,7 +263,8 @@ async def test_what_comes_again_is_not_asked_again(tmp_path: Path) -> None:
     async with judged(lambda n, _: "none" if n == 1 else str(n), tmp_path, cache_size=2) as (judge, bare):
         tree = bare._config.model_dump()
         config = RewardConfig.model_validate({"judges": [tree]})
-        (scorer,) = JudgeScorer.configured(ScorerSettings(config=config))
+        (configured,) = JudgeScorer.configured(ScorerSettings(config=config))
+        scorer = Shaped(configured)
         await scorer.start()
         try:
             (first,) = await scorer.score([item("a")])

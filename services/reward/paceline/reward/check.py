@@ -52,7 +52,7 @@ async def _check_services(config: RunConfig, reward: RewardConfig) -> None:
         credentials=Credentials.from_env(REWARD_TOKEN),
         max_message_bytes=config.service.max_message_mib * 2**20,
     )
-    checks = [remote.check() for remote in RemoteScorer.services(settings)]
+    checks = [remote.check() for remote in RemoteScorer.configured(settings)]
     await asyncio.gather(*checks)
 
 

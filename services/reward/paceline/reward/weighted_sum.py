@@ -21,20 +21,24 @@ from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scoring.scorer import Queued, Scorer, ScorerSettings
 from paceline.reward.scoring.scores import Score, failed
 from paceline.reward.scoring.shape import Shape
-from paceline.reward.scoring.shaped import Shaped
+from paceline.reward.scoring.shaped import Part, Shaped
 from paceline.service.observability.metrics import Observation
 
 _log = logging.getLogger(__name__)
 
-KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
+PARTS: tuple[Callable[[ScorerSettings], Sequence[Part]], ...] = (
     RemoteScorer.configured,
     AttachedScorer.configured,
     JudgeScorer.configured,
     CodeScorer.configured,
+)
+"""Each builds the scorers of its kind that are configured, possibly none; `Shaped` applies their shapes."""
+
+KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     FunctionPool.configured,
     EnvironmentReward.configured,
 )
-"""Each builds the scorers of its kind that are configured, possibly none."""
+"""The same for kinds that apply the shapes of their functions themselves, or have none."""
 
 
 class WeightedSum:
@@ -63,7 +67,8 @@ class WeightedSum:
     @classmethod
     def configured(cls, settings: ScorerSettings) -> Self:
         """Builds the scorers of a configuration; raises what the class raises."""
-        scorers = [scorer for build in KINDS for scorer in build(settings)]
+        parts = [Shaped(scorer) for build in PARTS for scorer in build(settings)]
+        scorers = [*parts, *(scorer for build in KINDS for scorer in build(settings))]
         config = settings.config
         shapes = {name: Shape.configured(scorer) for name, scorer in config.named_scorers.items()}
         return cls(

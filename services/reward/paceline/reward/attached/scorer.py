@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Self
 
 from paceline.config.reward import AttachedConfig
 from paceline.core.attached_clients.attachment import Leave
@@ -13,7 +14,6 @@ from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import Score, failed, score_of
 from paceline.reward.scoring.shape import Shape
-from paceline.reward.scoring.shaped import Shaped
 from paceline.service.attach.gateway import Gateway, GatewayOptions
 from paceline.wire.calls.attachment import GroupResult, Result, Task
 from paceline.wire.calls.protobuf import check_score_item
@@ -23,7 +23,7 @@ class AttachedScorer:
     """Sends items to attached clients, as a `Scorer`. Whatever the clients do, every item gets a score."""
 
     def __init__(self, config: AttachedConfig, *, timeout_s: float, run_id: str = "") -> None:
-        self._name, self._shape = config.name, Shape.configured(config)
+        self._name, self.shape = config.name, Shape.configured(config)
         self._is_open = False
         self.gateway: Gateway[Task, GroupResult] = Gateway(
             GatewayOptions(
@@ -38,13 +38,11 @@ class AttachedScorer:
         )
 
     @classmethod
-    def configured(cls, settings: ScorerSettings) -> list[Shaped]:
+    def configured(cls, settings: ScorerSettings) -> list[Self]:
         """Returns one scorer for each name under which clients attach, including reward models."""
         config = settings.config
         return [
-            Shaped(
-                cls(attached, timeout_s=config.timeout_s, run_id=settings.run_id), Shape.configured(attached)
-            )
+            cls(attached, timeout_s=config.timeout_s, run_id=settings.run_id)
             for attached in (*config.attached, *(model.attached for model in config.models))
         ]
 
@@ -82,7 +80,7 @@ class AttachedScorer:
 
     def _tasks(self, items: Sequence[ScoreItem]) -> list[tuple[Sequence[int], Task]]:
         """Returns the tasks for clients (items, or groups), with the places of their items."""
-        if not self._shape.group:
+        if not self.shape.group:
             return [((place,), item) for place, item in enumerate(items)]
         return [(places, tuple(items[place] for place in places)) for places in groups_of(items)]
 
@@ -116,7 +114,7 @@ class AttachedScorer:
                 "a client answered under another trajectory_id than the item's",
                 kind=RewardErrorKind.WRONG_COUNT,
             )
-        return score_of(item, answer, name=self._name, shape=self._shape, seconds=seconds)
+        return score_of(item, answer, name=self._name, shape=self.shape, seconds=seconds)
 
 
 def _items(task: Task) -> Sequence[ScoreItem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Self
 
 from paceline.config.reward import CodeConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError, RewardError, RewardErrorKind
@@ -12,7 +13,6 @@ from paceline.reward.code.tests import CodeTest, code_of, program_of, tests_of
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import Score, answered
 from paceline.reward.scoring.shape import Shape
-from paceline.reward.scoring.shaped import Shaped
 from paceline.service.confinement.confined import (
     Command,
     CommandResult,
@@ -29,7 +29,7 @@ class CodeScorer:
     """Scores 1 for a program that passes all tests, else 0; `NAME/passed` is the share of passed tests."""
 
     def __init__(self, config: CodeConfig) -> None:
-        self._config, self._shape = config, Shape.configured(config)
+        self._config, self.shape = config, Shape.configured(config)
         self._limits = ConfinedLimits(
             seconds=config.test_timeout_s,
             memory_bytes=config.memory_mib << 20,
@@ -39,9 +39,9 @@ class CodeScorer:
         self._is_open = False
 
     @classmethod
-    def configured(cls, settings: ScorerSettings) -> list[Shaped]:
+    def configured(cls, settings: ScorerSettings) -> list[Self]:
         """Returns one scorer for each entry of `reward.code`."""
-        return [Shaped(cls(code), Shape.configured(code)) for code in settings.config.code]
+        return [cls(code) for code in settings.config.code]
 
     @property
     def names(self) -> Sequence[str]:
@@ -71,7 +71,7 @@ class CodeScorer:
         """Returns one score per item, in the order of the items."""
         if not self._is_open:
             raise RewardError(f"{self._config.name}: not running", kind=RewardErrorKind.UNAVAILABLE)
-        name, shape = self._config.name, self._shape
+        name, shape = self._config.name, self.shape
         answers = (answered(item, self._result(item), name=name, shape=shape) for item in items)
         return list(await asyncio.gather(*answers))
 

@@ -32,7 +32,6 @@ from paceline.reward.remote.parts import CallItems, Cutter
 from paceline.reward.scoring.scorer import ScorerSettings, to_nobody
 from paceline.reward.scoring.scores import Score, failed, score_of
 from paceline.reward.scoring.shape import Shape
-from paceline.reward.scoring.shaped import Shaped
 from paceline.service.grpc import channels
 from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.identity.credentials import TLS_DIR, Credentials, TlsFiles
@@ -97,7 +96,7 @@ class RemoteScorer:
     """A `Scorer` that asks one remote service. Whatever the service answers, every item gets a score."""
 
     def __init__(self, options: RemoteScorerOptions, notify: Callable[[str], None] = to_nobody) -> None:
-        self.options = options
+        self.options, self.shape = options, options.shape
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
         max_chars = int(options.max_message_bytes * _MESSAGE_SHARE)
@@ -113,17 +112,12 @@ class RemoteScorer:
         self._handshake = Handshake(self._peer, options.shape, timeout_s=options.timeout_s)
 
     @classmethod
-    def configured(cls, settings: ScorerSettings) -> list[Shaped]:
+    def configured(cls, settings: ScorerSettings) -> list[Self]:
         """Returns one scorer for each configured service.
 
         Raises:
             ConfigError: the file with a service's token, or its files for TLS, cannot be read.
         """
-        return [Shaped(remote, remote.options.shape) for remote in cls.services(settings)]
-
-    @classmethod
-    def services(cls, settings: ScorerSettings) -> list[Self]:
-        """Returns one scorer per service, not shaped; raises what `configured` raises."""
         return [cls(_options(service, settings), settings.notify) for service in settings.config.services]
 
     @property

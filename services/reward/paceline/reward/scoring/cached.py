@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from paceline.core.scoring import ScoreItem
-from paceline.reward.scoring.scorer import Scorer, ScorerAround
+from paceline.reward.scoring.scorer import Scorer
 from paceline.reward.scoring.scores import Score
 
 
@@ -23,8 +23,8 @@ class Versioned(Protocol):
         """Identifies what the scorer computes: "" if it does not say; None while that is unknown."""
 
 
-class Cached(ScorerAround):
-    """A `Scorer` that asks another one only about items whose score it does not have. Errors are not cached.
+class Cached:
+    """Asks a scorer only about items whose score it does not have. Errors are not cached.
 
     Items are equal if response, prompt and row are. A scorer outside this process may be replaced, so its
     `version` is part of the key; while it is unknown (two versions answer, or none is named), every item is
@@ -36,31 +36,30 @@ class Cached(ScorerAround):
     """
 
     def __init__(self, scorer: Scorer, size: int) -> None:
-        super().__init__(scorer)
-        self._size = size
+        self._scorer, self._size = scorer, size
         self._scores: OrderedDict[bytes, Score] = OrderedDict()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """Returns one score per item, in the order of the items; asks once about equal items of a call."""
         version = self._version()
         if version is None:
-            return await self.scorer.score(items, run_id=run_id, step=step)
+            return await self._scorer.score(items, run_id=run_id, step=step)
         keys = [_key(item, version) for item in items]
         new = {key: item for key, item in zip(keys, items, strict=True) if key not in self._scores}
-        asked = await self.scorer.score(list(new.values()), run_id=run_id, step=step) if new else []
+        asked = await self._scorer.score(list(new.values()), run_id=run_id, step=step) if new else []
         answers = dict(zip(new, asked, strict=True))
         scores = []
         for key, item in zip(keys, items, strict=True):
             score = answers.get(key) or self._scores.get(key)
             if score is None:  # evicted while this call waited for another one
-                (score,) = await self.scorer.score([item], run_id=run_id, step=step)
+                (score,) = await self._scorer.score([item], run_id=run_id, step=step)
             if self._version() == version:
                 self._keep(key, score)
             scores.append(replace(score, trajectory_id=item.trajectory_id))
         return scores
 
     def _version(self) -> str | None:
-        return self.scorer.version if isinstance(self.scorer, Versioned) else ""
+        return self._scorer.version if isinstance(self._scorer, Versioned) else ""
 
     def _keep(self, key: bytes, score: Score) -> None:
         if score.error is not None:

@@ -69,26 +69,6 @@ class Scorer(Protocol):
         """Stops its processes and closes its connections. Has no effect if it was not started."""
 
 
-class ScorerAround:
-    """Has the component names of another scorer, and starts and closes it."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the names of the other scorer's components."""
-        return self.scorer.names
-
-    async def start(self) -> None:
-        """Starts the other scorer; raises as it does."""
-        await self.scorer.start()
-
-    async def close(self) -> None:
-        """Closes the scorer that this one wraps."""
-        await self.scorer.close()
-
-
 @runtime_checkable
 class Queued(Protocol):
     """A scorer that reports its backlog."""
