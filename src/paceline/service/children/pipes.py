@@ -7,15 +7,22 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from paceline.core.errors import ConfigError
 from paceline.service.children import frames
 from paceline.service.children.progress import ItemProgress
 from paceline.service.process import die_with
 
+Begin = Callable[[Any, BinaryIO, ItemProgress], tuple[object, Callable[[Any], None]]]
+"""Prepares a child, given its setup, the stream of results and the page of progress.
 
-def serve(answer: Callable[[BinaryIO, BinaryIO, ItemProgress], None]) -> None:
-    """Runs a child: calls `answer` with the stream of requests, that of results, and the page of progress.
+Returns its description and the function that handles a request; raises ConfigError if the setup is unusable.
+"""
+
+
+def serve(begin: Begin) -> None:
+    """Runs a child: says "ready" with its description, or "refused", and handles requests until they end.
 
     The command line holds the parent's process id, the page's file descriptor and the limit of memory, as
     `ChildProcess` writes it.
@@ -35,7 +42,20 @@ def serve(answer: Callable[[BinaryIO, BinaryIO, ItemProgress], None]) -> None:
     os.dup2(2, 1)
     progress = ItemProgress(page)
     os.close(page)  # the mapping stays
-    answer(requests, results, progress)
+    setup = frames.read(requests)
+    if setup is None:
+        return
+    try:
+        description, handle = begin(setup, results, progress)
+    except ConfigError as error:
+        write(results, ["refused", str(error)])
+        return
+    write(results, ["ready", description])
+    while (request := frames.read(requests)) is not None:
+        try:
+            handle(request)
+        except MemoryError:
+            os._exit(frames.OUT_OF_MEMORY_EXIT)  # the rest of the process cannot be relied on
 
 
 def write(results: BinaryIO, message: object) -> None:

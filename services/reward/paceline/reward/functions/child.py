@@ -13,10 +13,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
 
-from paceline.core.errors import ConfigError, RewardError
+from paceline.core.errors import RewardError
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
 from paceline.core.user_functions.reward_function import (
@@ -29,7 +29,7 @@ from paceline.core.user_functions.reward_function import (
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import SENT_FIELDS, FunctionSpec, combine
 from paceline.reward.scoring.shape import Shape
-from paceline.service.children import frames, pipes
+from paceline.service.children import pipes
 from paceline.service.children.progress import ItemProgress
 
 _FLUSH_AFTER_S = 0.001
@@ -133,28 +133,16 @@ class Functions:
                 os._exit(0)  # a copy that a function forked must not write results
 
 
-def serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> None:
-    """Answers the pool until the requests end."""
-    setup = frames.read(requests)
-    if setup is None:
-        return
+def _begin(setup: Any, results: BinaryIO, progress: ItemProgress) -> tuple[str, Callable[[Any], None]]:
+    """Imports the functions; returns how batches are answered."""
     seed: int | None = setup["seed"]
     _seed_generators(seed)
-    try:
-        functions = Functions(
-            FunctionSpec(**{**spec, "shape": Shape(**spec["shape"])}) for spec in setup["functions"]
-        )
-    except ConfigError as error:
-        pipes.write(results, ["refused", str(error)])
-        return
+    functions = Functions(
+        FunctionSpec(**{**spec, "shape": Shape(**spec["shape"])}) for spec in setup["functions"]
+    )
     # Seeds again after the imports, which may have drawn numbers; also numpy, if it was imported.
     _seed_generators(None if seed is None else seed + 1)
-    pipes.write(results, ["ready", ""])
-    while (batch := frames.read(requests)) is not None:
-        try:
-            _score_batch(functions, batch, results, progress)
-        except MemoryError:
-            os._exit(frames.OUT_OF_MEMORY_EXIT)  # the rest of the process cannot be relied on
+    return "", lambda batch: _score_batch(functions, batch, results, progress)
 
 
 def _seed_generators(seed: int | None) -> None:
@@ -201,4 +189,4 @@ def _check_open(results: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    pipes.serve(serve)
+    pipes.serve(_begin)

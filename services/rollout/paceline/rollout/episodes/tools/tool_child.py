@@ -16,7 +16,7 @@ from paceline.core.samples.chat import ToolSpec
 from paceline.core.text import one_line
 from paceline.core.user_functions.tool_function import argument_problem, describe_tool, result_text
 from paceline.core.user_functions.user_function import find_function
-from paceline.service.children import frames, pipes
+from paceline.service.children import pipes
 from paceline.service.children.progress import ItemProgress
 
 MAX_RESULT_CHARS = 1_000_000
@@ -38,22 +38,14 @@ def _load(references: list[str]) -> tuple[dict[str, Callable[..., object]], dict
     return functions, specs
 
 
-def _serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> None:
-    setup = frames.read(requests)
-    if setup is None:
-        return
-    try:
-        functions, specs = _load(setup)
-    except ConfigError as error:
-        pipes.write(results, ["refused", str(error)])
-        return
-    pipes.write(results, ["ready", [dataclasses.asdict(spec) for spec in specs.values()]])
-    while (call := frames.read(requests)) is not None:
+def _begin(setup: Any, results: BinaryIO, progress: ItemProgress) -> tuple[object, Callable[[Any], None]]:
+    functions, specs = _load(setup)
+
+    def answer(call: Any) -> None:
         name, arguments = call
-        try:
-            pipes.write(results, _answer(functions[name], specs[name], arguments))
-        except MemoryError:
-            os._exit(frames.OUT_OF_MEMORY_EXIT)  # the state of the process is unknown
+        pipes.write(results, _answer(functions[name], specs[name], arguments))
+
+    return [dataclasses.asdict(spec) for spec in specs.values()], answer
 
 
 def _answer(function: Callable[..., object], spec: ToolSpec, arguments: Mapping[str, object]) -> list[object]:
@@ -74,4 +66,4 @@ def _answer(function: Callable[..., object], spec: ToolSpec, arguments: Mapping[
 
 
 if __name__ == "__main__":
-    pipes.serve(_serve)
+    pipes.serve(_begin)
