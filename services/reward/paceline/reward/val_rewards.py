@@ -10,7 +10,6 @@ from typing import Self
 from paceline.config.run import RunConfig
 from paceline.config.validation import naming_set
 from paceline.core.scoring import ScoreItem
-from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import Score
 from paceline.reward.weighted_sum import WeightedSum
@@ -22,10 +21,14 @@ class RewardBySet:
 
     Args:
         of_sets: the rewards of sets of data.val_sets, by set.
+
+    Attributes:
+        names, attached: as of the run's reward.
     """
 
     def __init__(self, general: WeightedSum, of_sets: Mapping[str, WeightedSum]) -> None:
         self._general, self._of_sets = general, dict(of_sets)
+        self.names, self.attached = general.names, general.attached
 
     @classmethod
     def configured(cls, settings: ScorerSettings, config: RunConfig) -> Self:
@@ -40,16 +43,6 @@ class RewardBySet:
             with naming_set(name):
                 of_sets[name] = WeightedSum.configured(replace(settings, config=reward, seed=seed))
         return cls(WeightedSum.configured(settings), of_sets)
-
-    @property
-    def attached(self) -> Sequence[AttachedScorer]:
-        """The scorers of attached clients."""
-        return self._general.attached
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the components of the run's reward."""
-        return self._general.names
 
     def queues(self) -> list[Observation]:
         """Returns how many items each scorer has still to score; any thread may ask."""

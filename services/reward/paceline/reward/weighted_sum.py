@@ -18,7 +18,7 @@ from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.remote.scorer import RemoteScorer
-from paceline.reward.scoring.scorer import Queued, Scorer, ScorerSettings
+from paceline.reward.scoring.scorer import Scorer, ScorerSettings
 from paceline.reward.scoring.scores import Score, failed
 from paceline.reward.scoring.shape import Shape
 from paceline.reward.scoring.shaped import Part, Shaped
@@ -48,6 +48,9 @@ class WeightedSum:
         minimum, maximum: the range that the sum must lie in.
         normalized: shapes of the scorers whose components the controller normalises, by name.
 
+    Attributes:
+        attached: the scorers of attached clients.
+
     Raises:
         ConfigError: two scorers share a name, or a name is empty or holds a slash.
     """
@@ -62,7 +65,10 @@ class WeightedSum:
     ) -> None:
         self._normalized = normalized or {}
         self._scorers, self._minimum, self._maximum = tuple(scorers), minimum, maximum
+        self.names = [name for scorer in scorers for name in scorer.names]
         check_names(self.names)
+        inner = [scorer.inner for scorer in scorers if isinstance(scorer, Shaped)]
+        self.attached = [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> Self:
@@ -78,22 +84,11 @@ class WeightedSum:
             normalized={name: shape for name, shape in shapes.items() if shape.is_normalized},
         )
 
-    @property
-    def attached(self) -> Sequence[AttachedScorer]:
-        """Returns the scorers of attached clients."""
-        inner = [scorer.inner for scorer in self._scorers if isinstance(scorer, Shaped)]
-        return [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the names of all scorers."""
-        return [name for scorer in self._scorers for name in scorer.names]
-
     def queues(self) -> list[Observation]:
         """Returns how many items wait for each scorer; may be called from any thread."""
         queues: Counter[str] = Counter()
         for scorer in self._scorers:
-            if isinstance(scorer, Queued):
+            if isinstance(scorer, Shaped | FunctionPool):
                 queues[scorer.queue_name] += scorer.num_unscored
         return [(number, {"scorer": name}) for name, number in queues.items()]
 

@@ -23,7 +23,7 @@ class AttachedScorer:
     """Sends items to attached clients, as a `Scorer`. Whatever the clients do, every item gets a score."""
 
     def __init__(self, config: AttachedConfig, *, timeout_s: float, run_id: str = "") -> None:
-        self._name, self.shape = config.name, Shape.configured(config)
+        self._name, self.names, self.shape = config.name, [config.name], Shape.configured(config)
         self._is_open = False
         self.gateway: Gateway[Task, GroupResult] = Gateway(
             GatewayOptions(
@@ -45,11 +45,6 @@ class AttachedScorer:
             cls(attached, timeout_s=config.timeout_s, run_id=settings.run_id)
             for attached in (*config.attached, *(model.attached for model in config.models))
         ]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the name of its component."""
-        return [self._name]
 
     @property
     def version(self) -> str | None:

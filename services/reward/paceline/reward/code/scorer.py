@@ -29,7 +29,7 @@ class CodeScorer:
     """Scores 1 for a program that passes all tests, else 0; `NAME/passed` is the share of passed tests."""
 
     def __init__(self, config: CodeConfig) -> None:
-        self._config, self.shape = config, Shape.configured(config)
+        self._config, self.names, self.shape = config, [config.name], Shape.configured(config)
         self._limits = ConfinedLimits(
             seconds=config.test_timeout_s,
             memory_bytes=config.memory_mib << 20,
@@ -42,11 +42,6 @@ class CodeScorer:
     def configured(cls, settings: ScorerSettings) -> list[Self]:
         """Returns one scorer for each entry of `reward.code`."""
         return [cls(code) for code in settings.config.code]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the name of its component."""
-        return [self._config.name]
 
     async def start(self) -> None:
         """Checks whether programs can be confined here.

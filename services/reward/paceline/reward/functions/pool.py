@@ -89,7 +89,9 @@ class FunctionPool:
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ConfigError(f"reward.timeout_s is {timeout_s}: write a positive number of seconds")
         self._functions = tuple(functions)
+        self.names = [spec.name for spec in functions]
         self._scores_groups = any(spec.shape.group for spec in functions)
+        self.queue_name = "group functions" if self._scores_groups else "functions"
         self._num_processes, self._max_processes = num_processes, max_processes or num_processes
         self._timeout_s, self._idle_s, self._limits = timeout_s, idle_s, limits
         self._item_s = min(_GUESSED_ITEM_S, timeout_s)
@@ -125,16 +127,6 @@ class FunctionPool:
             for form in forms
             if form
         ]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the names of the functions' components."""
-        return [spec.name for spec in self._functions]
-
-    @property
-    def queue_name(self) -> str:
-        """Returns the name of the pool's queue, which tells whether its functions score groups."""
-        return "group functions" if self._scores_groups else "functions"
 
     @property
     def num_unscored(self) -> int:

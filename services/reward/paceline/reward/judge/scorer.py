@@ -31,7 +31,7 @@ class JudgeScorer:
     """
 
     def __init__(self, config: JudgeConfig) -> None:
-        self._config, self.shape = config, Shape.configured(config)
+        self._config, self.names, self.shape = config, [config.name], Shape.configured(config)
         self._question = JudgePrompt(read_prompt_file(config.prompt_file))
         self._grade = GradePattern(config.pattern, dict(config.words))
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -44,11 +44,6 @@ class JudgeScorer:
     def configured(cls, settings: ScorerSettings) -> list[Self]:
         """Returns one scorer for each entry of `reward.judges`."""
         return [cls(judge) for judge in settings.config.judges]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the name of its component."""
-        return [self._config.name]
 
     async def start(self) -> None:
         """Prepares the connection; the judge may come up later.

@@ -25,9 +25,13 @@ async def call_score(
 ) -> list[Result]:
     """Returns one result per item, in the order of the items; a RewardError for an unusable result.
 
+    Calls nobody about no items.
+
     Raises:
         PacelineError: the call failed, or the service did not answer with one result per item.
     """
+    if not items:
+        return []
     request = reward_pb2.ScoreRequest(
         run_id=run_id, step=step, items=[score_item_to_proto(item) for item in items]
     )

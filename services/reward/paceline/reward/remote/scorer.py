@@ -23,7 +23,7 @@ from paceline.core.errors import (
     RewardError,
     RewardErrorKind,
 )
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import ScoreItem
 from paceline.reward.outside.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.remote.handshake import Handshake
@@ -96,7 +96,7 @@ class RemoteScorer:
     """A `Scorer` that asks one remote service. Whatever the service answers, every item gets a score."""
 
     def __init__(self, options: RemoteScorerOptions, notify: Callable[[str], None] = to_nobody) -> None:
-        self.options, self.shape = options, options.shape
+        self.options, self.names, self.shape = options, [options.name], options.shape
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
         max_chars = int(options.max_message_bytes * _MESSAGE_SHARE)
@@ -119,11 +119,6 @@ class RemoteScorer:
             ConfigError: the file with a service's token, or its files for TLS, cannot be read.
         """
         return [cls(_options(service, settings), settings.notify) for service in settings.config.services]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The name of its component."""
-        return [self.options.name]
 
     @property
     def version(self) -> str | None:
@@ -240,7 +235,16 @@ class RemoteScorer:
             await self._handshake.shake(channel)
             refused = self._handshake.refused(items)
             asked = [item for item in items if item.trajectory_id not in refused]
-            answers = iter(await self._score(channel, asked, request) if asked else [])
+            answers = iter(
+                await call_score(
+                    channel,
+                    asked,
+                    run_id=request.run_id,
+                    step=request.step,
+                    timeout_s=self.options.timeout_s,
+                    peer=self._peer,
+                )
+            )
             results = [refused.get(item.trajectory_id) or next(answers) for item in items]
         except (DeadlineError, PeerLostError) as error:
             self._breaker.failed(str(error))
@@ -254,18 +258,6 @@ class RemoteScorer:
             raise
         self._breaker.succeeded()
         return results
-
-    async def _score(
-        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], request: CallRequest
-    ) -> Sequence[ScoreResult | RewardError]:
-        return await call_score(
-            channel,
-            items,
-            run_id=request.run_id,
-            step=request.step,
-            timeout_s=self.options.timeout_s,
-            peer=self._peer,
-        )
 
     async def check(self) -> None:
         """Asks for the service's description, if it can be reached.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from paceline.config.reward import RewardConfig
 from paceline.core.scoring import ScoreItem
@@ -67,16 +67,3 @@ class Scorer(Protocol):
 
     async def close(self) -> None:
         """Stops its processes and closes its connections. Has no effect if it was not started."""
-
-
-@runtime_checkable
-class Queued(Protocol):
-    """A scorer that reports its backlog."""
-
-    @property
-    def queue_name(self) -> str:
-        """Returns its queue's name in metrics."""
-
-    @property
-    def num_unscored(self) -> int:
-        """Returns the number of items that wait for a score; may be called from any thread."""

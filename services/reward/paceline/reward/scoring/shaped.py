@@ -28,20 +28,11 @@ class Shaped:
     """
 
     def __init__(self, scorer: Part) -> None:
-        self.inner, self._shape = scorer, scorer.shape
+        self.inner, self.names, self._shape = scorer, scorer.names, scorer.shape
+        self.queue_name = self.names[0]
         size = self._shape.cache_size
         self._source: Scorer | Cached = Cached(scorer, size) if size else scorer
         self.num_unscored = 0
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Returns the names of the other scorer's components."""
-        return self.inner.names
-
-    @property
-    def queue_name(self) -> str:
-        """Returns the name of its queue."""
-        return self.names[0]
 
     async def start(self) -> None:
         """Starts the other scorer; raises as it does."""
