@@ -152,7 +152,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.episodes.agents.endpoint:EpisodeInbox.next: self._requests.get": (
         "the agent's call has a deadline, and its end closes the inbox"
     ),
-    "paceline.rollout.episodes.agents.drive:_Episode.run: asyncio.wait": _CANCELLED,
+    "paceline.rollout.episodes.agents.drive:_Episode._play: asyncio.wait": _CANCELLED,
     "paceline.sdk.served.sessions:Sessions.run: await session.running": (
         "the caller's deadline cancels it; so does a higher attempt"
     ),

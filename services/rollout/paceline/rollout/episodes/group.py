@@ -18,7 +18,6 @@ from paceline.rollout.episodes.admission import AdmissionControl, Grow
 from paceline.rollout.episodes.agents.drive import drive_episode
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import (
-    DrivenSession,
     EnvironmentLostError,
     EpisodeEnvironment,
     EpisodeTask,
@@ -136,9 +135,7 @@ class Episodes:
     async def _run(self, attempt: AttemptParts) -> Draw:
         if self._endpoint is None:
             return await run_episode(attempt)
-        session = attempt.session
-        assert isinstance(session, DrivenSession), "rollout.environment.drives names a service"
-        return await drive_episode(attempt, session, self._endpoint)
+        return await drive_episode(attempt, self._endpoint)
 
     def _next_attempt(self) -> int:
         """Returns the time in microseconds, which rises across servers, restarts and a lost broker."""

@@ -8,6 +8,7 @@ has a deadline; the sampler's deadline bounds the whole episode. Produces: one `
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import itertools
@@ -86,42 +87,77 @@ class AttemptParts:
     serial: str
 
 
+class EpisodeRunner(abc.ABC):
+    """Runs one attempt at an episode, whoever leads it: counts its progress, and makes the policy's turns."""
+
+    def __init__(self, attempt: AttemptParts) -> None:
+        self._attempt, self._group, self._rules = attempt, attempt.group, attempt.rules
+        self._slot, self._standing = attempt.slot, EpisodeProgress()
+
+    async def run(self) -> Draw:
+        """Plays the episode; abandons the session if that fails."""
+        try:
+            return await self._play()
+        except BaseException:
+            await self._attempt.session.abandon()
+            raise
+
+    @abc.abstractmethod
+    async def _play(self) -> Draw:
+        """Plays the episode from the session's opening to its grade."""
+
+    def _request(self, context: list[int], seed: int, max_tokens: int | None = None) -> SampleRequest:
+        """Returns the request for the next turn, which has at most `max_tokens` if that is not None."""
+        group, turn = self._group, self._standing.num_turns + 1
+        room = min(group.sampling.max_tokens, self._standing.turn_tokens(self._rules.limits))
+        return SampleRequest(
+            request_id=f"{group.trajectory_id(self._attempt.index)}#{self._attempt.serial}.{turn}",
+            prompt_token_ids=context,
+            sampling=replace(group.sampling, max_tokens=min(room, max_tokens or room)),
+            seed=seed,
+            cache_salt=str(group.policy),
+        )
+
+    def _sampled(self, sample: Sample) -> Message:
+        """Counts a turn of the policy; returns its text, with the calls in it."""
+        text = self._rules.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+        action = read_action(text, self._rules.call_format, self._standing.num_turns + 1)
+        self._move(
+            states.TurnSampled(
+                num_tokens=len(sample.token_ids),
+                num_tool_calls=len(action.tool_calls),
+                is_cut=sample.finish_reason is FinishReason.LENGTH,
+            )
+        )
+        return action
+
+    def _move(self, event: states.Event) -> None:
+        self._standing = advance(self._standing, event, self._rules.limits)
+
+
 async def run_episode(attempt: AttemptParts) -> Draw:
-    """Runs one attempt at an episode.
+    """Runs one attempt at an episode that is led here.
 
     Raises:
         EnvironmentLostError: the episode must begin again, in another session.
         InvalidMessageError: the prompt and the environment's messages are too long.
         Exception: whatever `generate` raises.
     """
-    try:
-        return await _Episode(attempt).run()
-    except BaseException:
-        await attempt.session.abandon()
-        raise
+    return await _Episode(attempt).run()
 
 
-class _Episode:
+class _Episode(EpisodeRunner):
     def __init__(self, attempt: AttemptParts) -> None:
-        self._attempt, self._group, self._session = attempt, attempt.group, attempt.session
-        self._rules, self._slot = attempt.rules, attempt.slot
-        self._standing = EpisodeProgress()
+        super().__init__(attempt)
+        self._session = attempt.session
 
-    async def run(self) -> Draw:
+    async def _play(self) -> Draw:
         recorder = await self._open()
         for turn in itertools.count(1):
-            sample = await self._attempt.generate(self._request(recorder, turn))
+            seed = turn_seed(self._group.seeds[self._attempt.index], turn)
+            sample = await self._attempt.generate(self._request(recorder.context, seed))
             recorder.sampled(sample)
-            token_ids = sample.token_ids.tolist()
-            text = self._rules.tokenizer.decode(token_ids, skip_special_tokens=True)
-            action = read_action(text, self._rules.call_format, turn)
-            self._move(
-                states.TurnSampled(
-                    num_tokens=len(sample.token_ids),
-                    num_tool_calls=len(action.tool_calls),
-                    is_cut=sample.finish_reason is FinishReason.LENGTH,
-                )
-            )
+            action = self._sampled(sample)
             if self._standing.phase is EpisodePhase.ACTING:
                 between = await self._act(turn, action)
             if self._standing.phase is EpisodePhase.CLOSING:
@@ -168,20 +204,6 @@ class _Episode:
             grade = await self._session.close(self._standing.stop_reason)
         self._move(states.Closed())
         return recorder.draw(self._standing.outcome(grade.reward, grade.components))
-
-    def _request(self, recorder: Recorder, turn: int) -> SampleRequest:
-        group, index = self._group, self._attempt.index
-        room = min(group.sampling.max_tokens, self._standing.turn_tokens(self._rules.limits))
-        return SampleRequest(
-            request_id=f"{group.trajectory_id(index)}#{self._attempt.serial}.{turn}",
-            prompt_token_ids=recorder.context,
-            sampling=replace(group.sampling, max_tokens=room),
-            seed=turn_seed(group.seeds[index], turn),
-            cache_salt=str(group.policy),
-        )
-
-    def _move(self, event: states.Event) -> None:
-        self._standing = advance(self._standing, event, self._rules.limits)
 
 
 def turn_seed(episode_seed: int, turn: int | str) -> int:

@@ -82,7 +82,7 @@ async def play_episode(
         endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
         await endpoint.start()
         try:
-            drawn = await drive_episode(attempt, session, endpoint)
+            drawn = await drive_episode(attempt, endpoint)
         finally:
             await endpoint.close()
     else:

@@ -25,6 +25,10 @@ _PIECE_CHARS = 64
 """Characters of an answer's text in one event of a stream."""
 
 
+ToChat = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Converts the body of a request in another form to a chat completion's."""
+
+
 class RefusedRequestError(Exception):
     """A request that gets no answer: the status and the body say why."""
 
@@ -72,24 +76,19 @@ class ChatAnswer:
     ignored: tuple[str, ...] = ()
 
 
-def as_it_is(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the body of a request for a chat completion unchanged."""
-    return body
-
-
 def read_request(
     data: bytes,
     *,
     model: str,
     temperature: float,
-    to_chat: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is,
+    to_chat: ToChat | None = None,
 ) -> ChatRequest:
     """Reads the body of a request.
 
     Args:
         data: JSON.
         model, temperature: name and temperature of the run's policy.
-        to_chat: converts a request in another form to a chat completion's.
+        to_chat: converts a request in another form; None if it is a chat completion's.
 
     Raises:
         RefusedRequestError: the body is not such a request, or has options that a policy under training does
@@ -103,7 +102,7 @@ def read_request(
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body is no JSON object")
-    body = to_chat(body)
+    body = to_chat(body) if to_chat is not None else body
     _refuse_forms(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:

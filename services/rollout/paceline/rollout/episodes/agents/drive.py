@@ -18,17 +18,17 @@ from paceline.core.samples.chat import Message
 from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE
 from paceline.core.samples.trajectory import FinishReason
 from paceline.core.text import one_line
-from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes import states
 from paceline.rollout.episodes.agents.completions import ChatAnswer, ChatRequest, RefusedRequestError
 from paceline.rollout.episodes.agents.conversation import AnswerSlot, Conversation
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint, PendingRequest
 from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
 from paceline.rollout.episodes.joiner import TooManyTokensError
-from paceline.rollout.episodes.loop import AttemptParts, turn_seed
+from paceline.rollout.episodes.loop import AttemptParts, EpisodeRunner, turn_seed
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.states import EpisodePhase, EpisodeProgress, advance
-from paceline.rollout.episodes.tools.calls import read_action, without_calls
+from paceline.rollout.episodes.states import EpisodePhase
+from paceline.rollout.episodes.tools.calls import without_calls
 from paceline.service.threads import in_thread
 
 IGNORED = "ignored_settings"
@@ -37,36 +37,29 @@ FINISHED = "finished"
 """The stop reason of an agent that returns."""
 
 
-async def drive_episode(attempt: AttemptParts, session: DrivenSession, endpoint: AgentEndpoint) -> Draw:
-    """Lets an agent lead an episode to its end.
-
-    Args:
-        session: the attempt's session; also run here.
+async def drive_episode(attempt: AttemptParts, endpoint: AgentEndpoint) -> Draw:
+    """Lets an agent lead an episode to its end; the attempt's session is a `DrivenSession`.
 
     Raises:
         EnvironmentLostError: the episode must begin again, in another session.
         Exception: whatever `generate` raises.
     """
-    try:
-        return await _Episode(attempt, session, endpoint).run()
-    except BaseException:
-        await session.abandon()
-        raise
+    return await _Episode(attempt, endpoint).run()
 
 
-class _Episode:
-    def __init__(self, attempt: AttemptParts, session: DrivenSession, endpoint: AgentEndpoint) -> None:
-        self._attempt, self._group, self._index = attempt, attempt.group, attempt.index
-        self._session, self._endpoint = session, endpoint
+class _Episode(EpisodeRunner):
+    def __init__(self, attempt: AttemptParts, endpoint: AgentEndpoint) -> None:
+        super().__init__(attempt)
+        assert isinstance(attempt.session, DrivenSession), "rollout.environment.drives names a service"
+        self._session, self._endpoint = attempt.session, endpoint
         self._conversation = Conversation(attempt.rules.joiner)
-        self._standing = EpisodeProgress()
         self._answers: dict[bytes, ChatAnswer] = {}
         self._counts: dict[str, int] = {}
         self._ignored: set[str] = set()
         self._idle_since = time.monotonic()
 
-    async def run(self) -> Draw:
-        with self._attempt.slot.paused():
+    async def _play(self) -> Draw:
+        with self._slot.paused():
             await self._session.open()
             self._move(states.Opened())
             with self._endpoint.open(self._group.sampling.temperature) as inbox:
@@ -114,32 +107,25 @@ class _Episode:
         self._check_open()
         place = await self._place(request)
         context = self._conversation.context(place)
-        self._attempt.slot.resume()
+        self._slot.resume()
         try:
-            sample = await self._attempt.generate(self._request(context, request))
+            asked = self._request(context, self._seed(context), request.max_tokens)
+            sample = await self._attempt.generate(asked)
         finally:
-            self._attempt.slot.pause()
+            self._slot.pause()
         self._conversation.take(place).sampled(sample)
-        text = self._attempt.rules.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
-        action = read_action(text, self._attempt.rules.call_format, self._standing.num_turns + 1)
-        self._move(
-            states.TurnSampled(
-                num_tokens=len(sample.token_ids),
-                num_tool_calls=len(action.tool_calls),
-                is_cut=sample.finish_reason is FinishReason.LENGTH,
-            )
-        )
+        action = self._sampled(sample)
         self._idle_since = time.monotonic()
         if self._standing.stop_reason == "max_tool_calls":
             self._check_open()
-        message = self._message(action, text)
-        self._conversation.answered(place, message, text)
+        message = self._message(action)
+        self._conversation.answered(place, message, action.content)
         answer = self._chat_answer(request, message, len(context), sample)
         return replace(answer, problems=tuple(call for call in action.tool_calls if call.problem))
 
     async def _place(self, request: ChatRequest) -> AnswerSlot:
         """Returns where the answer belongs; a request that adds too much ends the episode."""
-        rules, standing, idle_s = self._attempt.rules, self._standing, self._idle_s()
+        rules, standing, idle_s = self._rules, self._standing, self._idle_s()
         is_first = not self._conversation.segments
         room = rules.limits.max_response_tokens - standing.num_response
         most = rules.max_prompt_tokens if is_first else max(room, 0)
@@ -168,20 +154,19 @@ class _Episode:
         assert place is not None, "an episode ends if its tokens find no room"
         return place
 
-    def _message(self, action: Message, text: str) -> Message:
+    def _message(self, action: Message) -> Message:
         """Returns the message for the client: calls if all of them can be read, else the text."""
         calls = action.tool_calls
         if not calls or any(call.problem for call in calls):
-            return Message(role="assistant", content=text)
-        content = without_calls(text, self._attempt.rules.call_format)
-        return Message(role="assistant", content=content, tool_calls=calls)
+            return replace(action, tool_calls=())
+        return replace(action, content=without_calls(action.content, self._rules.call_format))
 
     def _chat_answer(
         self, request: ChatRequest, message: Message, num_prompt_tokens: int, sample: Sample
     ) -> ChatAnswer:
         is_cut = sample.finish_reason is FinishReason.LENGTH
         return ChatAnswer(
-            answer_id=f"chatcmpl-{self._group.trajectory_id(self._index)}-{self._standing.num_turns}",
+            answer_id=f"chatcmpl-{self._group.trajectory_id(self._attempt.index)}-{self._standing.num_turns}",
             model=self._endpoint.model,
             created=int(time.time()),
             content=message.content,
@@ -192,23 +177,11 @@ class _Episode:
             ignored=request.ignored,
         )
 
-    def _request(self, context: list[int], request: ChatRequest) -> SampleRequest:
-        group, standing = self._group, self._standing
-        room = min(group.sampling.max_tokens, standing.turn_tokens(self._attempt.rules.limits))
-        name = f"{group.trajectory_id(self._index)}#{self._attempt.serial}.{standing.num_turns + 1}"
-        return SampleRequest(
-            request_id=name,
-            prompt_token_ids=context,
-            sampling=replace(group.sampling, max_tokens=min(room, request.max_tokens or room)),
-            seed=self._seed(context),
-            cache_salt=str(group.policy),
-        )
-
     def _seed(self, context: list[int]) -> int:
         """Derives a seed from the context and its count, whatever the order of an agent's requests."""
         digest = hashlib.blake2b(repr(context).encode(), digest_size=8).hexdigest()
         count = self._counts[digest] = self._counts.get(digest, 0) + 1
-        return turn_seed(self._group.seeds[self._index], f"{digest}/{count}")
+        return turn_seed(self._group.seeds[self._attempt.index], f"{digest}/{count}")
 
     def _check_open(self) -> None:
         if self._standing.phase is EpisodePhase.CLOSING:
@@ -216,6 +189,3 @@ class _Episode:
 
     def _idle_s(self) -> float:
         return time.monotonic() - self._idle_since
-
-    def _move(self, event: states.Event) -> None:
-        self._standing = advance(self._standing, event, self._attempt.rules.limits)

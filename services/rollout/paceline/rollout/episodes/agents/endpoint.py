@@ -16,8 +16,7 @@ import hashlib
 import logging
 import secrets
 import ssl
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
@@ -27,7 +26,7 @@ from paceline.rollout.episodes.agents.completions import (
     ChatAnswer,
     ChatRequest,
     RefusedRequestError,
-    as_it_is,
+    ToChat,
     completion,
     events,
     read_request,
@@ -169,7 +168,7 @@ class AgentEndpoint:
             inbox.refuse_all()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, as_it_is, completion, events)
+        return await self._answer(request, None, completion, events)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         def stream(answer: ChatAnswer, *, has_usage: bool) -> Iterator[str]:
@@ -180,7 +179,7 @@ class AgentEndpoint:
     async def _answer(
         self,
         request: web.Request,
-        to_chat: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        to_chat: ToChat | None,
         to_object: Callable[[ChatAnswer], dict[str, object]],
         to_events: Callable[..., Iterator[str]],
     ) -> web.StreamResponse:
