@@ -247,10 +247,8 @@ def test_every_argument_that_is_set_or_refused_is_one_of_the_installed_sglang() 
     assert (named | given) - fields == set()
 
 
-def _use(total: float, free: float, reserved: float) -> Any:
-    from paceline.rollout.engines.sglang.memory import GpuUse
-
-    return GpuUse(total=int(total * GIB), free=int(free * GIB), reserved=int(reserved * GIB))
+def _use(total: float, free: float, reserved: float) -> dict[str, int]:
+    return {"total": int(total * GIB), "free": int(free * GIB), "reserved": int(reserved * GIB)}
 
 
 @pytest.mark.torch
@@ -258,10 +256,10 @@ def test_the_cache_is_the_share_of_the_whole_gpu_less_what_this_process_takes() 
     from paceline.rollout.engines.sglang.memory import cache_bytes
 
     # 0.2 of 140 GiB: 28 GiB, less 1.5 of context, 1 of weights, 2 of activations and graphs.
-    assert cache_bytes(0.2, _use(140, 138, 1)) == int(0.2 * 140 * GIB) - int(4.5 * GIB)
+    assert cache_bytes(0.2, **_use(140, 138, 1)) == int(0.2 * 140 * GIB) - int(4.5 * GIB)
     # What others hold changes nothing as long as the rest suffices: SGLang's own share did count it.
-    assert cache_bytes(0.2, _use(140, 40, 1)) == cache_bytes(0.2, _use(140, 138, 1))
-    assert cache_bytes(0.4, _use(140, 138, 1)) - cache_bytes(0.2, _use(140, 138, 1)) == 28 * GIB
+    assert cache_bytes(0.2, **_use(140, 40, 1)) == cache_bytes(0.2, **_use(140, 138, 1))
+    assert cache_bytes(0.4, **_use(140, 138, 1)) - cache_bytes(0.2, **_use(140, 138, 1)) == 28 * GIB
 
 
 @pytest.mark.torch
@@ -269,8 +267,8 @@ def test_a_share_that_does_not_suffice_names_one_that_does() -> None:
     from paceline.rollout.engines.sglang.memory import cache_bytes
 
     with pytest.raises(ValueError, match=r"nothing is left for the KV cache: raise it above 0\.239"):
-        cache_bytes(0.2, _use(80, 79, 15.6))
-    assert cache_bytes(0.24, _use(80, 79, 15.6)) > 0
+        cache_bytes(0.2, **_use(80, 79, 15.6))
+    assert cache_bytes(0.24, **_use(80, 79, 15.6)) > 0
 
 
 @pytest.mark.torch
@@ -278,7 +276,7 @@ def test_a_gpu_that_another_process_holds_is_named() -> None:
     from paceline.rollout.engines.sglang.memory import cache_bytes
 
     with pytest.raises(ValueError, match=r"20\.0 GiB of the GPU are free.*another process"):
-        cache_bytes(0.5, _use(80, 20, 1))
+        cache_bytes(0.5, **_use(80, 20, 1))
 
 
 @pytest.mark.torch

@@ -32,18 +32,17 @@ class GroupFailure:
 
 def failure_of(error: Exception) -> GroupFailure:
     """Converts an error of one group's generation to a failure; the engine is alive."""
+    message = one_line(str(error))
     match error:
         case InvalidMessageError():
-            return GroupFailure(
-                reason=error.reason, message=one_line(str(error)), final=True, of_engine=False
-            )
+            return GroupFailure(reason=error.reason, message=message, final=True, of_engine=False)
         case EnvironmentLostError():
-            return GroupFailure(reason="environment_lost", message=one_line(str(error)), of_engine=False)
+            return GroupFailure(reason="environment_lost", message=message, of_engine=False)
         case LostDataError():
-            return GroupFailure(reason="image_lost", message=one_line(str(error)), of_engine=False)
+            return GroupFailure(reason="image_lost", message=message, of_engine=False)
         case NumericsError():
             # Seeds and weights decide the numbers: they would be the same on any server.
-            return GroupFailure(reason="not_finite", message=one_line(str(error)), final=True)
+            return GroupFailure(reason="not_finite", message=message, final=True)
         case _:
             return GroupFailure(reason="engine_error", message=one_line(f"{type(error).__name__}: {error}"))
 

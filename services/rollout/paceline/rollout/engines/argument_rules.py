@@ -30,16 +30,18 @@ RANKS: Final = "a server's ranks are its tensor-parallel ranks; write rollout.re
 STALE_KEYS: Final = "keys and values of older weights would outlive the reset of the prefix cache"
 
 
-def refusals(kwargs: Mapping[str, object], own: Refusals, refused: Refusals, allowed: Allowed) -> Refusals:
-    """Returns the reasons to refuse arguments, by argument.
+def refuse(config: RunConfig, own: Refusals, refused: Refusals, allowed: Allowed) -> None:
+    """Checks `rollout.engine_kwargs`.
 
     Args:
-        kwargs: the arguments that the user sets.
         own: arguments that Paceline sets itself.
         refused: arguments that are refused, unless their value is false, empty or 0.
         allowed: arguments with a choice of values.
+
+    Raises:
+        ConfigError: some may not be set; the message names each argument, its value and the reason.
     """
-    reasons: dict[str, str] = {}
+    kwargs, reasons = config.rollout.engine_kwargs, dict[str, str]()
     for name, value in kwargs.items():
         if name in own:
             reasons[name] = own[name]
@@ -48,12 +50,6 @@ def refusals(kwargs: Mapping[str, object], own: Refusals, refused: Refusals, all
             reasons[name] = f"{reason} (allowed: {', '.join(map(str, values))})"
         elif name not in allowed and name in refused and value:
             reasons[name] = refused[name]
-    return reasons
-
-
-def refuse(config: RunConfig, reasons: Refusals) -> None:
-    """Raises ConfigError if there is a reason; the message names each argument, its value and the reason."""
-    kwargs = config.rollout.engine_kwargs
     lines = [f"{name}={kwargs[name]!r}: {reason}" for name, reason in sorted(reasons.items())]
     if lines:
         raise ConfigError(f"rollout.engine_kwargs may not set {'; '.join(lines)}. Remove it")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.core.errors import InvalidMessageError
 from paceline.core.members import EnginePart
 from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.images import LoadedImage
@@ -56,6 +57,12 @@ class Sample:
     finish_reason: FinishReason
     versions: tuple[tuple[int, int], ...] = ()
     expert_choices: ChoiceArray | None = None
+
+
+def refused(request: SampleRequest, why: object) -> InvalidMessageError:
+    """Returns the error for a request that an engine cannot run."""
+    text = f"the engine refuses request {request.request_id}: {why}"
+    return InvalidMessageError(text, reason="refused_by_engine")
 
 
 def do_nothing() -> None:

@@ -23,7 +23,6 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import (
     DeadlineError,
     FailedStartError,
-    InvalidMessageError,
     ModelError,
     PacelineError,
     PeerLostError,
@@ -31,7 +30,7 @@ from paceline.core.errors import (
 from paceline.core.members import EnginePart, LocalPart
 from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.answers import Reply, engine_died
-from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
+from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing, refused
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.ranked_engine import RankedEngine, merged_receipt, mixed_versions
 from paceline.rollout.engines.sglang import arguments
@@ -216,11 +215,11 @@ class SglangEngine(RankedEngine):
         sampling, token_ids = request.sampling, array("q", [*request.prompt_token_ids, *request.drawn])
         rest = sampling.max_tokens - len(request.drawn)
         if not token_ids or len(token_ids) + rest > self._config.engine_model_len:
-            raise _refused(request, f"{len(token_ids)} tokens and {rest} to draw do not fit")
+            raise refused(request, f"{len(token_ids)} tokens and {rest} to draw do not fit")
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise _refused(request, f"a token id is outside 0..{self.vocab_size - 1}")
+            raise refused(request, f"a token id is outside 0..{self.vocab_size - 1}")
         if request.images:
-            raise _refused(request, "images are not supported with SGLang")
+            raise refused(request, "images are not supported with SGLang")
         params = SamplingParams(
             max_new_tokens=rest,
             stop_token_ids=set(sampling.stop_token_ids),
@@ -348,12 +347,6 @@ def _sample(response: _Response, end: FinishReason) -> Sample:
     log_probs = np.asarray(response.log_probs, dtype=np.float32)
     return Sample(
         token_ids=np.asarray(response.token_ids, dtype=np.int32), log_probs=log_probs, finish_reason=end
-    )
-
-
-def _refused(request: SampleRequest, why: str) -> InvalidMessageError:
-    return InvalidMessageError(
-        f"the engine refuses request {request.request_id}: {why}", reason="refused_by_engine"
     )
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import ModelError
 from paceline.rollout.engines.weights.checkpoint import checkpoint_tensors
-from paceline.rollout.engines.weights.trace import parameter_places, recall
+from paceline.rollout.engines.weights.trace import parameter_places, recall, written_by
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -68,11 +68,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(value, Tensor):
-                self.storages.add(value.untyped_storage().data_ptr())
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.storages |= {x.untyped_storage().data_ptr() for x in written_by(func, args, kwargs)}
+        return func(*args, **kwargs)
 
 
 def _check_complete(model: torch.nn.Module, written: set[int]) -> None:

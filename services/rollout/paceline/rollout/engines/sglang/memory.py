@@ -10,7 +10,6 @@ of all of the GPU's memory, of which only this process's own use is subtracted:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,35 +18,28 @@ from paceline.engines.memory import CONTEXT, GIB
 from paceline.engines.sglang import SGLANG
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuUse:
-    """Bytes of a GPU after loading: `reserved` by this process's allocator, and `free` to anyone."""
-
-    total: int
-    free: int
-    reserved: int
-
-
-def cache_bytes(share: float, use: GpuUse) -> int:
+def cache_bytes(share: float, *, total: int, free: int, reserved: int) -> int:
     """Returns the bytes for the KV cache.
 
     Args:
         share: part of the GPU's memory that the engine may take, context, activations and graphs included.
+        total, free, reserved: bytes of the GPU after loading: `reserved` by this process's allocator, and
+            `free` to anyone.
 
     Raises:
         ValueError: nothing is left for the cache, or less is free than the share promises.
     """
-    rest = CONTEXT + use.reserved + SGLANG.rest_bytes
-    size = int(share * use.total) - rest
+    rest = CONTEXT + reserved + SGLANG.rest_bytes
+    size = int(share * total) - rest
     if size <= 0:
         raise ValueError(
-            f"rollout.gpu_memory_utilization={share:g} is {_gib(share * use.total)} of the GPU's "
-            f"{_gib(use.total)}; weights, context and activations take {_gib(rest)}, and nothing is left for "
-            f"the KV cache: raise it above {rest / use.total:.3f}, or rollout.tensor_model_parallel_size"
+            f"rollout.gpu_memory_utilization={share:g} is {_gib(share * total)} of the GPU's "
+            f"{_gib(total)}; weights, context and activations take {_gib(rest)}, and nothing is left for "
+            f"the KV cache: raise it above {rest / total:.3f}, or rollout.tensor_model_parallel_size"
         )
-    if size + SGLANG.rest_bytes > use.free:
+    if size + SGLANG.rest_bytes > free:
         raise ValueError(
-            f"{_gib(use.free)} of the GPU are free, and rollout.gpu_memory_utilization={share:g} wants "
+            f"{_gib(free)} of the GPU are free, and rollout.gpu_memory_utilization={share:g} wants "
             f"{_gib(size)} for the KV cache beside {_gib(SGLANG.rest_bytes)} for activations: another "
             "process holds the memory; end it or lower the share"
         )
@@ -71,7 +63,7 @@ def install(share: float) -> None:
             return int(measured(self, pre_model_load_memory))
         free, total = torch.cuda.mem_get_info(self.gpu_id)
         reserved = torch.cuda.memory_reserved(self.gpu_id)
-        size = torch.tensor(cache_bytes(share, GpuUse(total=total, free=free, reserved=reserved)))
+        size = torch.tensor(cache_bytes(share, total=total, free=free, reserved=reserved))
         group = get_world_group()
         if group.world_size > 1:
             torch.distributed.all_reduce(size, torch.distributed.ReduceOp.MIN, group=group.cpu_group)

@@ -152,7 +152,7 @@ def check(config: RunConfig) -> None:
     """
     if lacking := _lacking(config):
         raise ConfigError(f"rollout.name: sglang does not go with {'; nor with '.join(lacking)}")
-    rules.refuse(config, rules.refusals(config.rollout.engine_kwargs, OWN, REFUSED, ALLOWED))
+    rules.refuse(config, OWN, REFUSED, ALLOWED)
 
 
 def _lacking(config: RunConfig) -> list[str]:

@@ -245,7 +245,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
             # If two ranks sum their results, the second adds no bias.
             self._zeros.add(_storage(args[0]))
             return args[0]
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         if written and (written[0].is_meta or self._reads_loaded(func, args, kwargs)):
             self._note_computed(func, written)
             return args[0]
@@ -316,7 +316,8 @@ def _computes(func: Any) -> bool:
     return any("Tensor" in str(part.type) and part.alias_info is None for part in func._schema.returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the tensors that an operator writes to."""
     for index, part in enumerate(func._schema.arguments):
         if part.alias_info is not None and part.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(part.name)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 
-from paceline.core.errors import DataError, InvalidMessageError
+from paceline.core.errors import DataError
 from paceline.core.samples.images import ImageSpec, placeholder_ranges
 from paceline.core.samples.images import PlaceholderRange as TokenRange
 from paceline.models.facts import config_tree
-from paceline.rollout.engines.base import SampleRequest
+from paceline.rollout.engines.base import SampleRequest, refused
 
 LATER: Final = ("mm_device_do_normalize",)
 """Arguments that vLLM 0.24 lacks, together with the features that they switch off."""
@@ -128,14 +128,8 @@ def _ranges(request: SampleRequest, config: Any) -> tuple[TokenRange, ...]:
         InvalidMessageError: the images do not fit the prompt or the model.
     """
     if getattr(config, "vision_config", None) is None:
-        _refuse(request, f"its prompt has images, but a model of type {config.model_type} takes none")
+        raise refused(request, f"its prompt has images, but a model of type {config.model_type} takes none")
     try:
         return placeholder_ranges(request.prompt_token_ids, request.images, ImageSpec.of(config))
     except DataError as error:
-        _refuse(request, str(error), error)
-
-
-def _refuse(request: SampleRequest, why: str, cause: Exception | None = None) -> NoReturn:
-    raise InvalidMessageError(
-        f"the engine refuses request {request.request_id}: {why}", reason="refused_by_engine"
-    ) from cause
+        raise refused(request, error) from error

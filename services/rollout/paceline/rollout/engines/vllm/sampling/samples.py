@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.core.errors import InvalidMessageError, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.samples.expert_choices import ChoiceArray
 from paceline.core.samples.trajectory import FinishReason
-from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.base import Sample, SampleRequest, refused
 from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with_images
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs, Versions
 
@@ -64,9 +64,7 @@ async def submit(
         return await llm.add_request(request.request_id, prompt, params)
     # The first is a subclass of the second in 0.24, but not in 0.32.
     except (VLLMValidationError, ValueError) as error:
-        raise InvalidMessageError(
-            f"the engine refuses request {request.request_id}: {error}", reason="refused_by_engine"
-        ) from error
+        raise refused(request, error) from error
 
 
 async def to_sample(

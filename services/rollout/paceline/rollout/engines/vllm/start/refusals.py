@@ -139,12 +139,12 @@ def check(config: RunConfig) -> None:
             "but the learner would divide its logits by the smaller value; raise it"
         )
     allowed = {**ALLOWED, **(WITH_CHOICES if config.actor.router_replay else {})}
-    rules.refuse(config, rules.refusals(config.rollout.engine_kwargs, OWN, REFUSED, allowed))
+    rules.refuse(config, OWN, REFUSED, allowed)
 
 
 def check_on_cpu(config: RunConfig) -> None:
     """Checks, like `check`, for settings that are refused only on a CPU."""
-    kwargs, model = config.rollout.engine_kwargs, config.model
+    model = config.model
     if config.actor.router_replay:
         raise ConfigError(
             "actor.router_replay: vLLM's build for the CPU returns no choices of experts (its second model "
@@ -161,4 +161,4 @@ def check_on_cpu(config: RunConfig) -> None:
             f"vLLM's build for the CPU divides chunks of attention into blocks of {CPU_BLOCK_STEP} tokens or "
             f"more, but attention_chunk_size of {model.path} is {size}; take a model with a multiple of it"
         )
-    rules.refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
+    rules.refuse(config, {}, ON_CPU, {})
