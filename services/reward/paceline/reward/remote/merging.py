@@ -81,12 +81,8 @@ class Merger:
         max_items: int,
         max_chars: int,
     ) -> None:
-        self._make, self._concurrency, self._max_items, self._max_chars = (
-            make,
-            concurrency,
-            max_items,
-            max_chars,
-        )
+        self._make, self._concurrency = make, concurrency
+        self._max_items, self._max_chars = max_items, max_chars
         self._queue: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -107,8 +103,7 @@ class Merger:
         error = RewardError("the connection was closed", kind=RewardErrorKind.UNAVAILABLE)
         queue, self._queue = self._queue, []
         _settle(queue, error, 0.0)
-        calls = list(self._calls)
-        await cancel(*calls)
+        await cancel(*self._calls)
 
     def _begin(self) -> None:
         """Makes calls while turns are free."""
@@ -116,8 +111,7 @@ class Merger:
             mates = self._next()
             if not mates:
                 return
-            first = mates[0]
-            call = asyncio.create_task(self._call(mates), name="remote call", context=first.context)
+            call = asyncio.create_task(self._call(mates), name="remote call", context=mates[0].context)
             for waiting in mates:
                 waiting.call, waiting.mates = call, mates
             self._calls.add(call)

@@ -39,7 +39,7 @@ class Shaped:
         await self.inner.start()
 
     async def close(self) -> None:
-        """Closes the other scorer."""
+        """Closes the scorer that this one wraps."""
         await self.inner.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -77,7 +78,7 @@ class AdmissionControl:
     def __init__(self, capacity: int) -> None:
         self._ledger = Ledger(capacity)
         self._entered: dict[int, asyncio.Event] = {}
-        self._last_key = 0
+        self._keys = itertools.count(1)
 
     @property
     def is_full(self) -> bool:
@@ -93,8 +94,7 @@ class AdmissionControl:
         Args:
             num_tokens: number of tokens of its prompt and the longest first answer.
         """
-        self._last_key += 1
-        key, entered = self._last_key, asyncio.Event()
+        key, entered = next(self._keys), asyncio.Event()
         self._entered[key] = entered
         try:
             self._call(self._ledger.ask(key, num_tokens))

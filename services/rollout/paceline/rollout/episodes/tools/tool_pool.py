@@ -45,11 +45,7 @@ class ToolPool:
         self._idle: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._children: set[ChildProcess] = set()
         self._specs: tuple[ToolSpec, ...] = ()
-
-    @property
-    def call_names(self) -> Sequence[str]:
-        """Names of the tools, once started."""
-        return [spec.name for spec in self._specs]
+        self.call_names: Sequence[str] = ()
 
     async def start(self) -> None:
         """Starts one process, which describes the tools; the others start when they are needed.
@@ -60,6 +56,7 @@ class ToolPool:
         """
         child = await self._start_child()
         self._specs = tuple(ToolSpec(**spec) for spec in child.description)
+        self.call_names = [spec.name for spec in self._specs]
         self._idle.put_nowait(child)
         for _ in range(self._num_processes - 1):
             self._idle.put_nowait(None)
@@ -118,13 +115,9 @@ class ToolPool:
         return answer, time.monotonic() - began
 
     async def _start_child(self) -> ChildProcess:
-        setup = list(self._references)
+        setup, imports = list(self._references), ", ".join(self._references)
         child = await ChildProcess.start(
-            CHILD_MODULE,
-            setup,
-            role="tool",
-            imports=", ".join(self._references),
-            limits=self._limits,
+            CHILD_MODULE, setup, role="tool", imports=imports, limits=self._limits
         )
         self._children.add(child)
         return child
