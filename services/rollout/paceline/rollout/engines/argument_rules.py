@@ -31,7 +31,7 @@ STALE_KEYS: Final = "keys and values of older weights would outlive the reset of
 
 
 def refuse(config: RunConfig, own: Refusals, refused: Refusals, allowed: Allowed) -> None:
-    """Checks `rollout.engine_kwargs`.
+    """Checks the arguments of an engine that `rollout.engine_kwargs` sets.
 
     Args:
         own: arguments that Paceline sets itself.

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class RankCalls:
     """Paceline's methods of a worker; their prefix separates them from the worker's own."""
 
-    # Not set in an __init__, because vLLM calls none of an extension.
+    # Not set in an __init__, because an engine may call none of a class that it mixes in.
     _paceline_state: RankReceiver | None = None
 
     def paceline_call(self, method: str, args: Sequence[Any]) -> Reply:

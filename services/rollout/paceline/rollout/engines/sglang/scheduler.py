@@ -51,7 +51,6 @@ class PacelineScheduler(RankCalls, Scheduler):  # type: ignore[misc]
         return {
             "kv_cache_tokens": int(self.max_total_num_tokens),
             "vocab_size": int(self.model_config.vocab_size),
-            "max_request_tokens": int(self.max_req_len),
         }
 
     def paceline_receive(self, version: int, timeout_s: float) -> Reply:
