@@ -17,16 +17,10 @@ import asyncio
 import contextlib
 from typing import Any, NoReturn
 
-from paceline.controller.batch.collect import Collector
-from paceline.controller.batch.inputs import Inputs
-from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.supervisor import Supervisor
-from paceline.controller.guard.report import Guard
 from paceline.controller.phases import Phase
-from paceline.controller.progress import Progress, Run
-from paceline.controller.run.lookahead import Lookahead
-from paceline.controller.run.publication import Publication
+from paceline.controller.run.parts import RunParts
 from paceline.controller.run.records import checkpoints
 from paceline.controller.run.records.checkpoints import ControllerState
 from paceline.controller.run.records.metrics import MetricsFile
@@ -60,24 +54,10 @@ class Alignment:
         version: the version that the learner held.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        progress: Progress,
-        *,
-        inputs: Inputs,
-        collector: Collector,
-        learner: LearnerClient,
-        publication: Publication,
-        supervisor: Supervisor,
-        guard: Guard,
-        metrics_file: MetricsFile,
-        lookahead: Lookahead,
-    ) -> None:
-        self._run, self._progress, self._collector, self._lookahead = run, progress, collector, lookahead
-        self._learner, self._publication, self._supervisor = learner, publication, supervisor
-        self._guard, self._metrics_file = guard, metrics_file
-        self._first_cursor = inputs.cursor.state
+    def __init__(self, parts: RunParts, supervisor: Supervisor, metrics_file: MetricsFile) -> None:
+        self._parts, self._run, self._progress = parts, parts.run, parts.progress
+        self._supervisor, self._metrics_file = supervisor, metrics_file
+        self._first_cursor = parts.inputs.cursor.state
         self._incarnation = ""
         self.resumed: int | None = None
         self.saved: ControllerState | None = None
@@ -118,7 +98,7 @@ class Alignment:
         current = self._run.journal.standing.current
         if current is not None and not current.is_lost:
             self._run.journal.record("lost", step=step, reason=reason)
-        await self._learner.restart(learner, reason=reason)
+        await self._parts.learner.restart(learner, reason=reason)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 await self._supervisor.gone(learner)
@@ -152,8 +132,8 @@ class Alignment:
         if learner.state is LearnerState.TRAINING and learner.policy is not None:
             return learner.policy.version
         # A learner that gets this request assumes that the group belongs to a dead controller.
-        await self._publication.end_group()
-        return (await self._learner.describe(learner)).version
+        await self._parts.publication.end_group()
+        return (await self._parts.learner.describe(learner)).version
 
     # --- the journal's side
 
@@ -186,7 +166,7 @@ class Alignment:
         await self._set_aside(version)
         self._run.journal.record("rewind", to_step=version, reason=reason, cursor=cursor, guard=guard)
         self._run.events.notice(f"{reason}: going on from step {version}")
-        await self._collector.begin_anew()
+        await self._parts.collector.begin_anew()
 
     async def _set_aside(self, last_step: int) -> None:
         """Makes the checkpoints of later steps void, before the `rewind` makes the steps void.
@@ -213,8 +193,8 @@ class Alignment:
         """Sets cursor, guard, metrics and progress to the end of the finished step."""
         standing = self._run.journal.standing
         cursor = MixtureState.from_plain(standing.cursor) if standing.cursor else self._first_cursor
-        self._lookahead.go_to(cursor)
-        self._guard.restore(standing.guard)
+        self._parts.lookahead.go_to(cursor)
+        self._parts.guard.restore(standing.guard)
         self._metrics_file.cut(standing.finished, standing.validations)
         self._progress.step = max(0, standing.finished)
 
@@ -233,12 +213,14 @@ class Alignment:
         standing, step = journal.standing, journal.standing.finished + 1
         self.saved = await in_thread(self._saved, version)
         try:
-            await self._collector.recall(standing.log_position, max(0, step - 1), is_trained=version == step)
+            await self._parts.collector.recall(
+                standing.log_position, max(0, step - 1), is_trained=version == step
+            )
         except LostDataError as error:
             if standing.finished >= 0:
                 reason = _ENDED if standing.after_end else str(error)
                 self._note_loss(step, reason, is_trained=version == step)
-            await self._collector.begin_anew()
+            await self._parts.collector.begin_anew()
         current = standing.current
         if current is not None and current.is_lost and version == step and self.saved is None:
             await self.send_back(
@@ -260,11 +242,11 @@ class Alignment:
 
     async def _serve(self, version: int) -> None:
         """Publishes the version, unless a server that outlived the controller samples from it."""
-        policy, publication = self._committed(version), self._publication
+        policy, publication = self._committed(version), self._parts.publication
         if policy is not None and publication.is_served(policy) and not publication.is_outrun(policy):
             self._progress.policy = policy
         else:
-            await self._publication.publish(version)
+            await self._parts.publication.publish(version)
 
     def _committed(self, version: int) -> PolicyTag | None:
         digest = self._run.journal.standing.commits.get(version)

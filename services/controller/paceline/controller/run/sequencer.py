@@ -40,8 +40,9 @@ from paceline.controller.run.align import Alignment
 from paceline.controller.run.backoff import MemberLossBackoff
 from paceline.controller.run.curriculum import Curriculum
 from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out, policy_gradient
-from paceline.controller.run.dataflow.verbs import StepParts, Verbs, timer
+from paceline.controller.run.dataflow.verbs import Verbs, timer
 from paceline.controller.run.lookahead import Lookahead
+from paceline.controller.run.parts import RunParts
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.records.checkpoints import (
     Checkpoints,
@@ -99,26 +100,13 @@ class Sequencer:
         self._lookahead = Lookahead(
             run, progress, inputs=inputs, batches=batches, collector=collector, publication=self._publication
         )
-        self._alignment = Alignment(
-            run,
-            progress,
-            inputs=inputs,
-            collector=collector,
-            learner=learner,
-            publication=self._publication,
-            supervisor=supervisor,
-            guard=guard,
-            metrics_file=self._metrics_file,
-            lookahead=self._lookahead,
-        )
-        self._parts = StepParts(
+        self._parts = RunParts(
             run=run,
             progress=progress,
             inputs=inputs,
             batches=batches,
             collector=collector,
             learner=learner,
-            alignment=self._alignment,
             publication=self._publication,
             checkpoints=self._checkpoints,
             guard=guard,
@@ -129,6 +117,7 @@ class Sequencer:
             validation=self._validation,
             write_metrics=self._write_metrics,
         )
+        self._alignment = Alignment(self._parts, supervisor, self._metrics_file)
         self._curriculum = Curriculum(run.config, inputs.cursor)
         self._backoff, self._last_loss = MemberLossBackoff(run.config.service.recovery_timeout_s), ""
         self._saved = 0
@@ -301,6 +290,7 @@ class Sequencer:
             cursor = self._lookahead.cursor_after(step - 1)
             verbs = Verbs(
                 self._parts,
+                self._alignment,
                 number=step,
                 policy=self._lookahead.policy(step, committed),
                 committed=committed,

@@ -30,8 +30,9 @@ from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out
-from paceline.controller.run.dataflow.verbs import StepParts, Verbs
+from paceline.controller.run.dataflow.verbs import Verbs
 from paceline.controller.run.lookahead import Lookahead
+from paceline.controller.run.parts import RunParts
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import TrajectoryId
@@ -80,14 +81,13 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
     lookahead = Lookahead(
         run, progress, inputs=inputs, batches=batches, collector=stand_ins, publication=stand_ins
     )
-    parts = StepParts(
+    parts = RunParts(
         run=run,
         progress=progress,
         inputs=inputs,
         batches=batches,
         collector=stand_ins,
         learner=stand_ins,
-        alignment=cast(Any, SimpleNamespace(version=0, resumed=None, learner=None)),
         publication=stand_ins,
         checkpoints=stand_ins,
         guard=Guard(run),
@@ -100,6 +100,7 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
     )
     return Verbs(
         parts,
+        cast(Any, SimpleNamespace(version=0, resumed=None, learner=None)),
         number=1,
         policy=_POLICY,
         committed=_POLICY,

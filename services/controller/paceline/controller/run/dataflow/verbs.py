@@ -16,33 +16,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
-from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Ask, Order
-from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
-from paceline.controller.batch.replay import Replay, ReplayBuffer, merged
-from paceline.controller.batch.training_batch import TrainingBatches
+from paceline.controller.batch.replay import Replay, merged
 from paceline.controller.batch.training_rows import TrainingRows
-from paceline.controller.fleet.clients import LearnerClient
-from paceline.controller.fleet.turns import Turn, Turns
-from paceline.controller.guard.report import Guard, TrainedStep
+from paceline.controller.fleet.turns import Turn
+from paceline.controller.guard.report import TrainedStep
 from paceline.controller.phases import Phase
-from paceline.controller.progress import Progress, Run
 from paceline.controller.run.align import Alignment
-from paceline.controller.run.lookahead import Lookahead
-from paceline.controller.run.publication import Publication
+from paceline.controller.run.parts import RunParts
 from paceline.controller.run.records import metrics as step_metrics
-from paceline.controller.run.records.checkpoints import Checkpoints
 from paceline.controller.run.records.train_metrics import of_origins
 from paceline.controller.run.records.trajectories import saving_trajectories
-from paceline.controller.run.validation import Validation
-from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, IllegalTransitionError
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import RewardContext
@@ -50,29 +41,6 @@ from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.prompts import Prompt
 from paceline.data.samples import ScoredSample, ScoredSamples
 from paceline.service.observability.telemetry import span
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepParts:
-    """The parts of the controller that the verbs use; `write_metrics` writes the line of the run's last
-    step."""
-
-    run: Run
-    progress: Progress
-    inputs: Inputs
-    batches: TrainingBatches
-    collector: Collector
-    learner: LearnerClient
-    alignment: Alignment
-    publication: Publication
-    checkpoints: Checkpoints
-    guard: Guard
-    turns: Turns
-    ahead: WorkAheadDriver
-    lookahead: Lookahead
-    replay: ReplayBuffer
-    validation: Validation
-    write_metrics: Callable[[Mapping[str, float]], object]
 
 
 class Verbs:
@@ -92,7 +60,8 @@ class Verbs:
 
     def __init__(
         self,
-        parts: StepParts,
+        parts: RunParts,
+        alignment: Alignment,
         *,
         number: int,
         policy: PolicyTag,
@@ -101,7 +70,8 @@ class Verbs:
         cleanup_s: float,
         patience: float,
     ) -> None:
-        self._parts, self.number, self._policy, self._committed = parts, number, policy, committed
+        self._parts, self._alignment, self.number = parts, alignment, number
+        self._policy, self._committed = policy, committed
         self._began, self._cleanup_s, self.patience = began, cleanup_s, patience
         self._drawn: dict[int, Prompt] | None = None
         self._made: dict[int, Prompt] = {}
@@ -208,7 +178,7 @@ class Verbs:
         parts.progress.move(Phase.DISPATCH)
         # A step that was dispatched ahead was sampled before the current policy was committed.
         mixes = parts.run.config.pushes_in_flight
-        is_over = parts.alignment.version == self.number or (order.policy != self._committed and not mixes)
+        is_over = self._alignment.version == self.number or (order.policy != self._committed and not mixes)
         if order.policy == self._committed or mixes:
             with span("dispatch"):
                 await parts.collector.dispatch(order)
@@ -292,11 +262,11 @@ class Verbs:
                 await parts.turns.take(Turn.LEARNER)
                 parts.lookahead.begin(self.number, self._committed)
                 with span("learn"), timer() as learn:
-                    result = await parts.learner.train(parts.alignment.learner, order)
+                    result = await parts.learner.train(self._alignment.learner, order)
             except IllegalTransitionError as error:
                 # The step was trained on trajectories that the broker has since lost; these are different
                 # ones.
-                await parts.alignment.send_back(self.number, str(error))
+                await self._alignment.send_back(self.number, str(error))
             if not journal.standing.in_progress(self.number).trained:
                 journal.record("trained", step=self.number, digest=order.digest)
             self._result, self._learn_s = result, learn.seconds
@@ -316,7 +286,7 @@ class Verbs:
                     "the dataflow publishes what was not trained; call train() before publish()"
                 )
             batch = self._rows.batch
-            is_resumed = parts.alignment.resumed == self.number
+            is_resumed = self._alignment.resumed == self.number
             # With a bound the first step of several waits for its samples, and the others do not.
             is_first = parts.run.config.barrier.bound > 0 and self._policy == self._committed
             step_s = None if is_resumed or is_first else time.monotonic() - self._began
@@ -360,7 +330,7 @@ class Verbs:
             with span("rollback"):
                 await parts.lookahead.withdraw(step, f"step {step} is rolled back")
                 metrics |= await parts.checkpoints.roll_back(
-                    parts.alignment.learner, step=step, reason=decision.reason, before=decision.before
+                    self._alignment.learner, step=step, reason=decision.reason, before=decision.before
                 )
             parts.guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
             self.rolled_back = True
