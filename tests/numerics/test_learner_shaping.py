@@ -30,7 +30,6 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork, TokenScores
 from paceline.learner.train import estimating
 from paceline.learner.train.algorithm import algorithm_of
-from paceline.learner.train.estimating import Advantages
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
 from paceline.learner.train.updating.update import MiniBatch, cut_mini_batches, select_tokens
@@ -259,13 +258,17 @@ def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBa
         },
         values=table(0.5),
     )
-    advantages = Advantages(
+    part = TrainingBatch(
+        batch=scored.batch,
+        log_probs=scored.log_probs,
+        values=scored.values,
         scores=table(1.0)[:, 0],
         group_ids=torch.arange(len(batch.mask)),
         advantages=table(1.0),
         returns=table(1.0),
+        weights=table(0.1, 1.0),
     )
-    return estimating.training_batch(scored, advantages, table(0.1, 1.0), counts)
+    return estimating.drawn(part, counts)
 
 
 class TestResampling:
@@ -529,13 +532,13 @@ class TestRolloutCorrection:
         self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[TrainingBatch] = []
-        make = estimating.training_batch
+        make = estimating.drawn
 
         def watch(*arguments: Any) -> TrainingBatch:
             seen.append(make(*arguments))
             return seen[-1]
 
-        monkeypatch.setattr(estimating, "training_batch", watch)
+        monkeypatch.setattr(estimating, "drawn", watch)
         config = run_config(
             model,
             algorithm={**GROUPS, "rollout_correction": {"method": "tis", "cap": 1.5}},

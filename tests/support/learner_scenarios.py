@@ -15,7 +15,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, PeerLostError, VersionMismatchError
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.learner.batch.blobs import fetch_rows
-from paceline.learner.batch.types import PackedRow, ScoredBatch
+from paceline.learner.batch.types import PackedRow, TrainingBatch
 from paceline.learner.checkpoint.load import load, roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt
@@ -23,7 +23,7 @@ from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import estimating
-from paceline.learner.train.estimating import Advantages, training_batch
+from paceline.learner.train.estimating import drawn as as_drawn
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.updating.losses import PolicyLoss
@@ -124,15 +124,15 @@ def placed_on_tokens(
     for name in estimators:
         advantages: dict[int, list[float]] = {}
 
-        def note(scored: ScoredBatch, own: Advantages, *rest: Any, into: Any = advantages) -> Any:
-            into |= dict(zip(scored.batch.rows, own.advantages.tolist(), strict=False))
-            return training_batch(scored, own, *rest)
+        def note(part: TrainingBatch, *rest: Any, into: Any = advantages) -> Any:
+            into |= dict(zip(part.batch.rows, part.advantages.tolist(), strict=False))
+            return as_drawn(part, *rest)
 
         algorithm = {"adv_estimator": name, "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
         learner = Learner.build(run_config(Path(model), algorithm=algorithm), ranks)
         with (
             mock.patch(f"{__name__}.make_batch", return_value=(placed, blobs)),
-            mock.patch.object(estimating, "training_batch", note),
+            mock.patch.object(estimating, "drawn", note),
         ):
             outcomes[name] = numbers(take_step(learner, 1)), advantages
     return outcomes

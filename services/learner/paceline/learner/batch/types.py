@@ -412,7 +412,7 @@ class TrainingBatch:
     group_ids: Tensor
     advantages: Tensor
     returns: Tensor | None
-    weights: Tensor | None
+    weights: Tensor | None = None
     selected: Tensor | None = None
 
     def with_rows(self, batch: MicroBatch, pick: Callable[[Tensor], Tensor]) -> TrainingBatch:

@@ -1,6 +1,6 @@
 """Estimates advantages, and shapes the batch around them: overlong penalty, rollout correction, resampling.
 
-    prepare: overlong_scores -> _advantages -> rollout_weights, draw_rows -> training_batch
+    prepare: overlong_scores -> _estimated -> rollout_weights, draw_rows -> drawn
 
 Advantages have statistics over the whole batch. Tables are (B, R): B counts this rank's rows over all its
 micro-batches, R is their longest response.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +63,13 @@ def prepare(
     scores, greedy, overlong = overlong_scores(config, rows)
     group_ids = [row.trajectory_id.prompt_id for row in rows]
     own = _OwnRows.of(scored, scores, group_ids, first_row, learner.ranks.device)
-    advantages, metrics = _advantages(learner, rows, scored, own, estimator, scores, greedy, kl_coef)
+    parts, metrics = _estimated(learner, rows, scored, own, estimator, scores, greedy, kl_coef)
     weights = [rollout_weights(part, correction) for part in scored]
     counts, resampling = draw_rows(config, scores=scores, group_ids=group_ids, step=order.step)
     return PreparedBatch(
         batches=[
-            training_batch(part, part_advantages, part_weights, counts)
-            for part, part_advantages, part_weights in zip(scored, advantages, weights, strict=True)
+            drawn(replace(part, weights=of_part), counts)
+            for part, of_part in zip(parts, weights, strict=True)
         ],
         weights=weights,
         metrics={**metrics, **overlong, **resampling, "algorithm/kl_coef": kl_coef},
@@ -151,43 +151,21 @@ def draw_rows(
     }
 
 
-def training_batch(
-    scored: ScoredBatch, advantages: Advantages, weights: Tensor | None, counts: Tensor | None
-) -> TrainingBatch:
-    """Makes a micro-batch ready for updates; with `counts` its tables repeat each row as drawn.
+def drawn(part: TrainingBatch, counts: Tensor | None) -> TrainingBatch:
+    """Returns a micro-batch whose tables repeat each row as drawn; without `counts` it stays as it is.
 
     A row that was drawn three times runs through the network once, but is in the losses' tables three times,
     so its gradient counts three times. A row that was not drawn leaves the tables. Losses, means and counts
     are those of a batch that repeats the rows.
     """
-    part = TrainingBatch(
-        batch=scored.batch,
-        log_probs=scored.log_probs,
-        values=scored.values,
-        scores=advantages.scores,
-        group_ids=advantages.group_ids,
-        advantages=advantages.advantages,
-        returns=advantages.returns,
-        weights=weights,
-    )
-    rows = scored.batch.rows
+    rows = part.batch.rows
     if counts is None or not rows:
         return part
-    places = torch.arange(len(rows)).repeat_interleave(counts[list(rows)]).to(scored.batch.mask.device)
-    return part.with_rows(scored.batch.with_rows(places), lambda table: table[places])
+    places = torch.arange(len(rows)).repeat_interleave(counts[list(rows)]).to(part.batch.mask.device)
+    return part.with_rows(part.batch.with_rows(places), lambda table: table[places])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Advantages:
-    """A micro-batch's `scores` and `group_ids` (B,), `advantages` and the critic's `returns` (B, R)."""
-
-    scores: Tensor
-    group_ids: Tensor
-    advantages: Tensor
-    returns: Tensor | None
-
-
-def _advantages(
+def _estimated(
     learner: Learner,
     rows: Sequence[BatchRow],
     scored: Sequence[ScoredBatch],
@@ -196,7 +174,7 @@ def _advantages(
     scores: Sequence[float],
     greedy_scores: Sequence[float | None],
     kl_coef: float,
-) -> tuple[list[Advantages], dict[str, float]]:
+) -> tuple[list[TrainingBatch], dict[str, float]]:
     """Computes token rewards with the KL penalty, then advantages by micro-batch and the batch's metrics.
 
     Args:
@@ -330,7 +308,7 @@ def _stack_present(tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch
 
 def _split(
     scored: Sequence[ScoredBatch], own: _OwnRows, advantages: Tensor, returns: Tensor | None
-) -> list[Advantages]:
+) -> list[TrainingBatch]:
     """Splits stacked rows by micro-batch; a filler gets zeros."""
     split, first = [], 0
     for part in scored:
@@ -344,7 +322,10 @@ def _split(
             return part if len(part) == shape[0] else table.new_zeros(shape)
 
         split.append(
-            Advantages(
+            TrainingBatch(
+                batch=part.batch,
+                log_probs=part.log_probs,
+                values=part.values,
                 scores=cut(own.scores),
                 group_ids=cut(own.group_ids),
                 advantages=cut(advantages),
