@@ -59,7 +59,7 @@ class Batch:
 
         states, head = draw(tokens, hidden).to(kind), (draw(vocab, hidden) * 3 / hidden**0.5).to(kind)
         targets = torch.randint(vocab, (tokens,), generator=generator, device=device)
-        old, _ = chunked_log_probs(states, head, targets, 1.0, 512)
+        old, _, _ = chunked_log_probs(states, head, targets, 1.0, 512)
         return cls(
             hidden=states.requires_grad_(),
             head=head.requires_grad_(),
@@ -128,7 +128,7 @@ def chunked(rows: int) -> Form:
     def form(
         hidden: Tensor, head: Tensor, targets: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        return chunked_log_probs(hidden, head, targets, 1.0, rows, with_entropy)
+        return chunked_log_probs(hidden, head, targets, 1.0, rows, with_entropy)[:2]
 
     return form
 

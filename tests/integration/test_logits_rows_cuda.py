@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.learner.logits.log_probs import chunked_log_probs, chunked_top_k, token_log_probs
+from paceline.learner.logits.log_probs import chunked_log_probs, token_log_probs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def test_values_and_gradients_equal_float64(tokens: int, vocab: int, chunk: int,
     # The logits are rounded to their type before anything is made of them: so must the reference's be.
     logits = (states.detach() @ head.detach().t()).double().requires_grad_()
     true, true_entropy = token_log_probs(logits, targets, TEMPERATURE, True)
-    log_probs, entropy = chunked_log_probs(states, head, targets, TEMPERATURE, chunk, True)
+    log_probs, entropy, _ = chunked_log_probs(states, head, targets, TEMPERATURE, chunk, True)
     assert true_entropy is not None
     assert entropy is not None
     torch.testing.assert_close(log_probs.double(), true, rtol=1e-5, atol=1e-5)
@@ -63,7 +63,7 @@ def test_a_teachers_tokens_equal_float64(tokens: int, vocab: int, chunk: int, dt
     rest = torch.ones_like(log_p, dtype=torch.bool).scatter(-1, ids, False)
     others = log_p.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)
     true = torch.cat([log_p.gather(-1, ids), others], -1)
-    sampled, entropy, top_k = chunked_top_k(states, head, targets, ids, 1.0, chunk)
+    sampled, entropy, top_k = chunked_log_probs(states, head, targets, 1.0, chunk, True, top_ids=ids)
     torch.testing.assert_close(top_k.double(), true, rtol=1e-5, atol=2e-5)
 
     weights = torch.linspace(-1, 1, tokens * 21, device="cuda").view(tokens, 21)
@@ -78,8 +78,8 @@ def test_a_teachers_tokens_equal_float64(tokens: int, vocab: int, chunk: int, dt
 
 def test_log_probs_have_the_same_bits_with_and_without_entropy() -> None:
     states, head, targets = draw(300, 128, 32000, torch.bfloat16)
-    with_entropy, _ = chunked_log_probs(states, head, targets, 1.0, 300, True)
-    again, _ = chunked_log_probs(states, head, targets, 1.0, 300, False)
+    with_entropy, _, _ = chunked_log_probs(states, head, targets, 1.0, 300, True)
+    again, _, _ = chunked_log_probs(states, head, targets, 1.0, 300, False)
     assert torch.equal(with_entropy, again)
 
 
@@ -90,7 +90,7 @@ def test_excluded_tokens_and_extreme_logits_stay_finite() -> None:
     states[1, 2] = 3e4
     states = states.nan_to_num(neginf=-3e38).requires_grad_()
     targets = torch.tensor([0, 2, 3], device="cuda")
-    log_probs, entropy = chunked_log_probs(states, head, targets, 1.0, 2, True)
+    log_probs, entropy, _ = chunked_log_probs(states, head, targets, 1.0, 2, True)
     assert entropy is not None
     torch.autograd.backward(log_probs.sum() + entropy.sum())
     expected = -torch.tensor([7.0, 1.0, 8.0]).log()
@@ -105,7 +105,7 @@ def test_a_single_chunk_keeps_its_logits_and_several_do_not() -> None:
     sizes = []
     for chunk in (64, 63):
         before = torch.cuda.memory_allocated()
-        log_probs, _ = chunked_log_probs(states, head, targets, 1.0, chunk)
+        log_probs, _, _ = chunked_log_probs(states, head, targets, 1.0, chunk)
         sizes.append(torch.cuda.memory_allocated() - before)
         (gradient,) = torch.autograd.grad(log_probs.sum(), states)
         assert torch.isfinite(gradient).all()

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.algorithms.policy_losses import LossInputs, TopK, distill
 from paceline.algorithms.policy_losses.top_k import REST_FLOOR, log_rest
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.logits.log_probs import chunked_log_probs, chunked_top_k
+from paceline.learner.logits.log_probs import chunked_log_probs
 
 pytestmark = pytest.mark.torch
 
@@ -65,8 +65,8 @@ def test_the_head_and_the_loss_have_the_gradient_of_the_written_out_divergence(k
     sampled = log_p.gather(-1, targets[:, None])[:, 0]
     true = (true_loss * factors + 0.3 * sampled + 0.2 * entropy).sum()
 
-    got_sampled, got_entropy, top_k = chunked_top_k(
-        hidden, weight, targets, ids, 1.0, chunk_size, bias=bias, softcap=softcap
+    got_sampled, got_entropy, top_k = chunked_log_probs(
+        hidden, weight, targets, 1.0, chunk_size, True, bias=bias, softcap=softcap, top_ids=ids
     )
     torch.testing.assert_close(top_k, buckets(log_p, ids), rtol=1e-10, atol=1e-12)
     tables = TopK(policy=top_k[None], teacher=buckets(teacher, ids)[None])
@@ -90,7 +90,7 @@ def test_bfloat16_logits_have_the_gradient_of_their_own_values(kl):
     ids, targets = teacher.topk(5).indices, torch.arange(6)
     hidden = rows.clone().requires_grad_()
     head = weight.clone().requires_grad_()
-    _, _, top_k = chunked_top_k(hidden, head, targets, ids)
+    _, _, top_k = chunked_log_probs(hidden, head, targets, with_entropy=True, top_ids=ids)
     tables = TopK(policy=top_k[None], teacher=buckets(teacher, ids).float()[None])
     distill(loss_inputs(tables, torch.ones(1, 6, dtype=torch.bool)), kl=kl).loss.sum().backward()
     logits = weight.double().t().clone().requires_grad_()
@@ -106,7 +106,7 @@ def test_sampled_tokens_and_entropies_are_those_without_a_teacher_to_the_bit():
     hidden, weight, targets = torch.randn(9, 5), torch.randn(30, 5), torch.randint(30, (9,))
     ids = torch.randn(9, 30).topk(4).indices
     alone = chunked_log_probs(hidden, weight, targets, 1.0, 4, True)
-    beside = chunked_top_k(hidden, weight, targets, ids, 1.0, 4)
+    beside = chunked_log_probs(hidden, weight, targets, 1.0, 4, True, top_ids=ids)
     assert torch.equal(alone[0], beside[0])
     assert torch.equal(alone[1], beside[1])
 
@@ -118,7 +118,7 @@ def test_a_certain_policy_still_has_a_finite_loss_and_gradient():
     ids = torch.tensor([[5, 6]])
     for kl in KINDS:
         hidden = torch.ones(1, 1, requires_grad=True)
-        _, _, top_k = chunked_top_k(hidden, logits.t(), torch.tensor([2]), ids)
+        _, _, top_k = chunked_log_probs(hidden, logits.t(), torch.tensor([2]), with_entropy=True, top_ids=ids)
         teacher = torch.tensor([[0.6, 0.3, 0.1]]).log()
         tables = TopK(policy=top_k[None], teacher=teacher[None])
         loss = distill(loss_inputs(tables, torch.ones(1, 1, dtype=torch.bool)), kl=kl).loss
@@ -166,6 +166,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(NumericsError, match="policy .* teacher"):
         TopK(policy=torch.zeros(1, 1, 3), teacher=torch.zeros(1, 1, 4))
     with pytest.raises(NumericsError, match="top_ids"):
-        chunked_top_k(
-            torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64), torch.zeros(3, 1)
+        chunked_log_probs(
+            torch.zeros(2, 3),
+            torch.zeros(5, 3),
+            torch.zeros(2, dtype=torch.int64),
+            top_ids=torch.zeros(3, 1),
         )

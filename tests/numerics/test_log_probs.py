@@ -43,7 +43,7 @@ def test_a_word_that_cannot_be_said_has_no_part_in_the_entropy_nor_in_its_gradie
     targets = torch.tensor([1])
     if chunked:
         hidden = torch.ones(1, 1, requires_grad=True)
-        log_probs, entropy = chunked_log_probs(hidden, logits.detach().t(), targets, with_entropy=True)
+        log_probs, entropy, _ = chunked_log_probs(hidden, logits.detach().t(), targets, with_entropy=True)
     else:
         log_probs, entropy = token_log_probs(logits, targets, with_entropy=True)
         (log_probs + entropy).sum().backward()
@@ -77,7 +77,7 @@ def test_chunks_give_what_the_plain_form_gives_gradients_too(chunk_size, tempera
     targets = torch.randint(0, 11, (2, 5))
     seeds = torch.randn(2, 2, 5, dtype=torch.float64)
     plain = token_log_probs(hidden @ weight.t(), targets, temperature, with_entropy=True)
-    chunked = chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=True)
+    chunked = chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=True)[:2]
     for single, other in zip(plain, chunked, strict=True):
         torch.testing.assert_close(single, other, rtol=1e-12, atol=1e-12)
     wanted = torch.autograd.grad(plain, (hidden, weight), grad_outputs=tuple(seeds))
@@ -102,7 +102,7 @@ def test_a_head_with_bias_and_bounded_logits(with_bias, softcap, chunk_size):
     expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     given = chunked_log_probs(
         hidden, weight, targets, 0.8, chunk_size, True, bias=bias if with_bias else None, softcap=softcap
-    )
+    )[:2]
     for value, true in zip(given, expected, strict=True):
         torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
     seeds = [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -114,7 +114,7 @@ def test_a_head_with_bias_and_bounded_logits(with_bias, softcap, chunk_size):
 
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-    log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([0, 1, 2]), with_entropy=True)
+    log_probs, entropy, _ = chunked_log_probs(hidden, weight, torch.tensor([0, 1, 2]), with_entropy=True)
     (gradient,) = torch.autograd.grad(entropy.sum(), hidden, retain_graph=True)
     plain = token_log_probs(hidden @ weight.t(), torch.tensor([0, 1, 2]), with_entropy=True)[1]
     torch.testing.assert_close(gradient, torch.autograd.grad(plain.sum(), hidden)[0], rtol=1e-5, atol=1e-6)
@@ -143,7 +143,7 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made():
     weight = torch.randn(vocabulary, 3, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
     with LargestResult() as chunked:
-        log_probs, entropy = chunked_log_probs(hidden, weight, targets, 0.9, chunk_size, with_entropy=True)
+        log_probs, entropy, _ = chunked_log_probs(hidden, weight, targets, 0.9, chunk_size, with_entropy=True)
         (log_probs + entropy).sum().backward()
     with LargestResult() as plain:
         log_probs, entropy = token_log_probs(hidden @ weight.t(), targets, 0.9, with_entropy=True)

@@ -51,7 +51,8 @@ def chunked_log_probs(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    top_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes `token_log_probs(hidden @ weight.T + bias, ...)` from at most chunk_size rows at a time.
 
     The backward pass recomputes each chunk's logits, so peak memory grows with chunk_size x V instead of N x
@@ -66,65 +67,25 @@ def chunked_log_probs(
         with_entropy: as in `token_log_probs`.
         bias: (V,) or None, added to the logits.
         softcap: bounds the logits before the temperature applies, see `bounded`.
+        top_ids: (..., K) int64 or None, distinct tokens of each row that are scored, too.
 
     Returns:
-        As `token_log_probs`, shape (...).
+        As `token_log_probs`, shape (...); and with `top_ids` (..., K + 1): log-probs of the K tokens and,
+        last, of all others together. Gradients flow through all of them.
     """
-    log_probs, entropy, _ = _chunked(
-        hidden, lm_head_weight, targets, temperature, chunk_size, with_entropy, bias, softcap, None
-    )
-    return log_probs, entropy if with_entropy else None
-
-
-def chunked_top_k(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
-    targets: Tensor,
-    top_ids: Tensor,
-    temperature: float = 1.0,
-    chunk_size: int = 1024,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `chunked_log_probs` with entropies, and the log-probs of K more tokens per row.
-
-    Args:
-        hidden, lm_head_weight, targets, temperature, chunk_size, bias, softcap: as in `chunked_log_probs`.
-        top_ids: (..., K) int64, distinct tokens of each row.
-
-    Returns:
-        log_probs (...), entropy (...), and (..., K + 1): log-probs of the K tokens and, last, of all others
-        together. Gradients flow through all three.
-    """
-    if top_ids.shape[:-1] != targets.shape:
+    if top_ids is not None and top_ids.shape[:-1] != targets.shape:
         raise NumericsError(
             f"top_ids of shape {tuple(top_ids.shape)} do not fit targets of shape {tuple(targets.shape)}"
         )
-    return _chunked(hidden, lm_head_weight, targets, temperature, chunk_size, True, bias, softcap, top_ids)
-
-
-def _chunked(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    chunk_size: int,
-    with_entropy: bool,
-    bias: Tensor | None,
-    softcap: float | None,
-    top_ids: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs, entropies and `top_k`; what was not asked for is empty."""
     require_range("chunk_size", chunk_size, at_least=1)
-    if hidden.shape[-1] != weight.shape[-1]:
+    if hidden.shape[-1] != lm_head_weight.shape[-1]:
         raise NumericsError(
-            f"hidden states of size {hidden.shape[-1]} do not fit a head of size {weight.shape[-1]}"
+            f"hidden states of size {hidden.shape[-1]} do not fit a head of size {lm_head_weight.shape[-1]}"
         )
     _check(hidden, targets, temperature)
     log_probs, entropy, top_k = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
-        weight,
+        lm_head_weight,
         bias,
         targets.reshape(-1),
         None if top_ids is None else top_ids.reshape(-1, top_ids.shape[-1]),
@@ -136,8 +97,8 @@ def _chunked(
     shape = targets.shape
     return (
         log_probs.view(shape),
-        entropy.view(shape) if with_entropy else entropy,
-        top_k if top_ids is None else top_k.view(*shape, -1),
+        entropy.view(shape) if with_entropy else None,
+        None if top_ids is None else top_k.view(*shape, -1),
     )
 
 

@@ -19,12 +19,7 @@ from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.catching_up import CountedGroup
 from paceline.learner.distributed.context import put_together
 from paceline.learner.distributed.mesh import RankGroup
-from paceline.learner.logits.log_probs import (
-    bounded,
-    chunked_log_probs,
-    chunked_top_k,
-    token_log_probs,
-)
+from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.decoder.router_replay import give_choices, use_given_choices
 from paceline.learner.model.decoder.rows import take_rows
@@ -103,15 +98,18 @@ class PolicyNetwork(nn.Module):
             return TokenScores(
                 *token_log_probs(bounded(logits, head.softcap), targets, temperature, with_entropy)
             )
-        rows, of_head = (hidden, head.weight, targets), {"bias": head.bias, "softcap": head.softcap}
-        scaled: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size, **of_head}
-        parts: tuple[Any, ...]
-        if top_ids is None:
-            parts = chunked_log_probs(*rows, with_entropy=with_entropy, **scaled)
-        else:
-            parts = chunked_top_k(*rows, top_ids, **scaled)
         # Copies, not views: see ValueNetwork.
-        log_probs, *others = parts
+        log_probs, *others = chunked_log_probs(
+            hidden,
+            head.weight,
+            targets,
+            temperature,
+            chunk_size,
+            with_entropy or top_ids is not None,
+            bias=head.bias,
+            softcap=head.softcap,
+            top_ids=top_ids,
+        )
         return TokenScores(log_probs.clone(), *(None if part is None else part.clone() for part in others))
 
 
