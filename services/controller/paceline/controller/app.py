@@ -101,7 +101,11 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
     supervisor = Supervisor(fleet, journal, events, clock)
     observe_run(run, progress, fleet, clock)
-    _measure_mailboxes(context, run, progress, broker)
+    measuring = context.spawn(
+        "mailbox lengths",
+        measure_mailboxes(broker, run_id, progress, in_flight=config.pushes_in_flight),
+    )
+    context.defer("mailbox lengths", lambda: cancel(measuring))
     stop = asyncio.get_running_loop().create_future()
     channels = Channels(config, credentials, journal.term)
     context.defer("channels", channels.close)
@@ -175,14 +179,6 @@ async def _dataflow(config: RunConfig, inputs: Inputs) -> Dataflow:
     if config.trainer.dataflow not in (None, FLOW):
         log.info("dataflow: %s", await rehearse(flow, config, inputs))
     return flow
-
-
-def _measure_mailboxes(context: ServiceContext, run: Run, progress: Progress, broker: Broker) -> None:
-    measuring = context.spawn(
-        "mailbox lengths",
-        measure_mailboxes(broker, run.id, progress, in_flight=run.config.pushes_in_flight),
-    )
-    context.defer("mailbox lengths", lambda: cancel(measuring))
 
 
 def validation_collector(

@@ -133,9 +133,7 @@ class Head:
         self.commands.close(error)
         self._loop.call_soon_threadsafe(self._settle, error)
         time.sleep(_END_S)
-        log.error("fatal: %s", error)
-        logging.shutdown()
-        os._exit(1)
+        _end_process(error)
 
 
 def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head) -> None:
@@ -187,7 +185,7 @@ def _serve(
     if head is not None:
         beating = Heartbeats(ranks, limit_s=settings.rank_silent_s, lost=head.lost, told=head.told_to_end)
     else:
-        beating = Heartbeats(ranks, limit_s=settings.rank_silent_s, lost=_end_follower)
+        beating = Heartbeats(ranks, limit_s=settings.rank_silent_s, lost=_end_process)
         # From now on rank 0 ends the group; a signal to all processes must not end single ranks.
         signal.signal(signal.SIGTERM, lambda number, frame: _note_sigterm(beating))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -218,8 +216,8 @@ def _note_sigterm(heartbeats: Heartbeats) -> None:
         heartbeats.is_told.set()
 
 
-def _end_follower(error: PeerLostError) -> None:
-    """Ends this process at once: its main thread may wait in a collective."""
+def _end_process(error: PeerLostError) -> None:
+    """Ends this process at once: the thread that trains may wait in a collective."""
     log.error("fatal: %s", error)
     logging.shutdown()
     os._exit(1)

@@ -67,7 +67,8 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
             device = local_part(part[0]).device
             steps = [optimizer.state[parameter]["step"] for parameter in part]
-            kept = [_averages_of(optimizer.state[parameter]) for parameter in part]
+            states = [optimizer.state[parameter].items() for parameter in part]
+            kept = [{name: local_part(tensor) for name, tensor in own if name != "step"} for own in states]
             way_back.drain(most=1)
             visiting = [
                 {name: tensor.to(device, non_blocking=True) for name, tensor in own.items()} for own in kept
@@ -83,10 +84,6 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
             if moved:
                 way_back.send(moved, device)
     way_back.drain(most=0)  # a checkpoint may read the averages next
-
-
-def _averages_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local_part(tensor) for name, tensor in state.items() if name != "step"}
 
 
 def _step(

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.config.run import RunConfig
 from paceline.config.training.actor import OptimConfig
-from paceline.config.training.algorithm import REFERENCE, KLControlConfig
+from paceline.config.training.algorithm import REFERENCE
 from paceline.core.guard import Histories
 from paceline.core.samples.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
@@ -164,6 +164,7 @@ class Learner:
         notify: Callable[[str], None] = log.warning,
     ) -> Learner:
         """Makes a learner at version 0 from networks that are already loaded; it has no averages yet."""
+        kl = config.algorithm.kl_ctrl
         actor = _trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks)
         return cls(
             config=config,
@@ -172,7 +173,9 @@ class Learner:
             critic=None
             if critic is None
             else _trainable(critic, config.critic.optim, config.critic.grad_clip, config, ranks),
-            kl_controller=_kl_controller(config.algorithm.kl_ctrl),
+            kl_controller=AdaptiveKLController(kl.kl_coef, kl.target_kl, kl.horizon)
+            if kl.type == "adaptive"
+            else FixedKLController(kl.kl_coef),
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
             shared_prompts=SharedPrompts(config.actor.shared_prompts, DTYPES[config.model.dtype], notify),
             memory=MemoryRoom(notify),
@@ -236,9 +239,3 @@ def _trainable(
             cycles=optim.lr_cycles,
         ),
     )
-
-
-def _kl_controller(config: KLControlConfig) -> KLController:
-    if config.type == "adaptive":
-        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-    return FixedKLController(config.kl_coef)

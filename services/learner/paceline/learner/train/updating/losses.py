@@ -94,7 +94,9 @@ class PolicyLoss:
             total = total + self._kl_loss_coef * kl_loss
         extra = [pg_loss, kl_loss]
         if self._actor.positive_loss_coef:
-            positive = self._positive_loss(log_probs, part, denominators)
+            mask = part.positive_mask(self._actor.positive_above)
+            # The share of the mini-batch's mean over tokens of correct responses; 0 without any.
+            positive = -log_probs.where(mask, 0.0).sum() / max(1, denominators.num_positive_tokens)
             total = total + self._actor.positive_loss_coef * positive
             extra.append(positive)
         if self._num_routers:
@@ -130,11 +132,6 @@ class PolicyLoss:
                     f"a micro-batch of rows {list(part.batch.rows)[:8]} has no {name}, which the policy loss "
                     "reads; without them its gradient would be wrong; report this as a bug"
                 )
-
-    def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
-        """Returns the share of the mini-batch's mean over tokens of correct responses; 0 without any."""
-        mask = part.positive_mask(self._actor.positive_above)
-        return -log_probs.where(mask, 0.0).sum() / max(1, denominators.num_positive_tokens)
 
     def _replay_means(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns REPLAY_METRICS of the last pass; {} without a replay."""
