@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.service.output import write_whole_lines
+
 asked = 0
 
 
@@ -30,6 +32,7 @@ def say(**fields: object) -> None:
 
 
 signal.signal(signal.SIGINT, on_signal)
+write_whole_lines()
 print("a line of a library", flush=True)
 say(event="milestone", text="starting")
 words = sys.argv[1:]

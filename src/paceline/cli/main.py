@@ -15,6 +15,7 @@ from types import ModuleType
 
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
+from paceline.service.output import write_whole_lines
 
 # A shell's code of a program that SIGPIPE ended.
 _EXIT_UNREAD = 141
@@ -62,6 +63,8 @@ COMMANDS = {name: summary for commands in _ROOMS.values() for name, summary in c
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code: 0 for success, 1 for a failure, 2 for unusable input."""
+    if arguments is None:
+        write_whole_lines()
     try:
         return _main(list(sys.argv[1:] if arguments is None else arguments), is_process=arguments is None)
     except BrokenPipeError:

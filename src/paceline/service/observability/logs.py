@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TextIO
 
+from paceline.service.output import write_whole_lines
+
 
 class LineFormatter(logging.Formatter):
     """Formats `2026-01-31T12:00:00.123Z INFO rollout-0 paceline.rollout.app: message`, then a traceback."""
@@ -32,7 +34,8 @@ class LineHandler(logging.StreamHandler[TextIO]):
 
 
 def setup_logging(name: str, level: str = "INFO") -> None:
-    """Sends this process's records to standard error, and replaces earlier handlers."""
+    """Sends this process's records to standard error, in whole lines, and replaces earlier handlers."""
+    write_whole_lines()
     logging.basicConfig(handlers=[LineHandler(name, sys.stderr)], force=True)
     set_level(level)
 
