@@ -304,7 +304,7 @@ async def test_scores_of_another_version_of_a_service_are_not_remembered() -> No
             RemoteScorerOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0)
         )
         cached = Cached(remote, 10)
-        await cached.start()
+        await remote.start()
         for _ in range(3):
             await cached.score(items("a"))
         assert len(first.calls) == 1
@@ -320,7 +320,7 @@ async def test_scores_of_another_version_of_a_service_are_not_remembered() -> No
         assert second.calls == [["t0"], ["t0"]]
         await cached.score(items("a", "b"))
         assert second.calls[2:] == [["t1"]], "the new one alone"
-    await cached.close()
+    await remote.close()
 
 
 async def test_a_service_gets_items_of_the_data_sources_that_it_scores() -> None:
