@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 
 import pytest
+
+from paceline.service.output import write_whole_lines
 
 CHILD = """
 import os, signal, sys
@@ -79,3 +83,11 @@ def test_commands_and_services_write_whole_lines(begin: str) -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
     assert ended.stdout.split()[-2:] == ["BufferedWriter"] * 2, ended.stderr
+
+
+def test_streams_that_something_else_has_put_in_their_place_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryFile(buffering=0) as raw:
+        captured = io.TextIOWrapper(raw, write_through=True)
+        monkeypatch.setattr(sys, "stdout", captured)
+        write_whole_lines()
+        assert sys.stdout is captured

@@ -9,12 +9,14 @@ import sys
 def write_whole_lines() -> None:
     """Puts a buffer under a stream that has none, as with PYTHONUNBUFFERED; lines are still written at once.
 
+    Only this process's own streams are changed, not what something else has put in their place.
     Without a buffer, Python drops the rest of a line if a signal interrupts its write to a full pipe, so the
     reader of `paceline train --json` would get half of an event.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(raw := getattr(stream, "buffer", None), io.RawIOBase):
+        is_own = stream is getattr(sys, f"__{name}__")
+        if is_own and isinstance(raw := getattr(stream, "buffer", None), io.RawIOBase):
             buffer = io.BufferedWriter(raw)
             lines = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
             setattr(sys, name, lines)
