@@ -24,7 +24,7 @@ from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.run_directory import write_run_id
 from paceline.wire import decode_scored
-from paceline.wire.calls.attachment import gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.calls.attachment import SCORER_MESSAGES
 from support.closing import closing_all
 from support.fake_controller import FakeController, serve
 from support.forked import Forked
@@ -304,7 +304,7 @@ async def test_clients_hear_whether_the_run_is_over_or_this_service_alone(
     left = asyncio.Event()
 
     async def says() -> AsyncIterator[reward_pb2.ScorerMessage]:
-        yield scorer_message_to_proto(Hello(name="letters", client="test", window=1))
+        yield SCORER_MESSAGES.client_to_proto(Hello(name="letters", client="test", window=1))
         await left.wait()
 
     async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
@@ -313,12 +313,12 @@ async def test_clients_hear_whether_the_run_is_over_or_this_service_alone(
         attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
         hears = channels.duplex(attach, says(), phase="ATTACH", peer="reward-0")
         async with asyncio.timeout(60):
-            assert isinstance(gateway_message_from_proto(await anext(hears)), Welcome)
+            assert isinstance(SCORER_MESSAGES.server_from_proto(await anext(hears)), Welcome)
             if is_run_over:
                 controller.run_over = True
             else:
                 process.send_signal(signal.SIGTERM)
-            leave = gateway_message_from_proto(await anext(hears))
+            leave = SCORER_MESSAGES.server_from_proto(await anext(hears))
             left.set()
             assert isinstance(leave, Leave)
             assert leave.for_good is is_run_over

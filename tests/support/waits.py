@@ -89,12 +89,7 @@ NEEDLESS: dict[str, str] = {
         "holds what episodes share until the event loop ends, which cancels it"
     ),
     "paceline.sdk.adapters.mcp:_Mcp._connect: self._done.wait": "ends with its episode, which has a lease",
-    "paceline.sdk.attached.attach_reward:RewardAttachment._stream: "
-    "reward_pb2_grpc.RewardGatewayStub(channel).Attach": (
-        "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
-    ),
-    "paceline.sdk.attached.attach_environment:EnvironmentAttachment._stream: "
-    "environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach": (
+    "paceline.sdk.attached.attachment:Attachment._attach.open_stream: self._stub(channel).Attach": (
         "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
     ),
     "paceline.service.attach.attaching:_Stream._messages: self._changed.wait": "ends with its stream",

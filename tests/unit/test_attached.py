@@ -52,7 +52,7 @@ from paceline.service.grpc import channels
 from paceline.service.grpc.server import start_server
 from paceline.service.identity import tokens
 from paceline.service.identity.credentials import Credentials, TlsFiles
-from paceline.wire.calls.attachment import GroupAnswer, gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.calls.attachment import SCORER_MESSAGES, GroupAnswer
 from support.clocks import ManualClock
 
 
@@ -297,14 +297,14 @@ class RawClient:
 
     async def _messages(self) -> AsyncIterator[reward_pb2.ScorerMessage]:
         while (message := await self._says.get()) is not None:
-            yield scorer_message_to_proto(message)
+            yield SCORER_MESSAGES.client_to_proto(message)
 
     def say(self, message: FromClient[GroupAnswer] | None) -> None:
         self._says.put_nowait(message)
 
     async def next(self) -> ToClient[ScoreItem]:
         async with asyncio.timeout(120):
-            return gateway_message_from_proto(await anext(self.hears))
+            return SCORER_MESSAGES.server_from_proto(await anext(self.hears))
 
     async def hello(self, *, window: int = 16) -> None:
         self.say(Hello(name="judge", client="raw", window=window))

@@ -14,7 +14,6 @@ from paceline.api.step import Step
 from paceline.core.errors import ConfigError
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient
-from paceline.service.identity.credentials import Credentials
 
 _ANSWER_S = 20.0
 
@@ -55,7 +54,7 @@ class Training:
             )
         # A notebook has an event loop of its own in this thread.
         with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(asyncio.run, _set_rates(note.controller, note.token, lr_scale))
+            call = pool.submit(asyncio.run, _set_rates(note, lr_scale))
             return call.result(_ANSWER_S)
 
 
@@ -115,7 +114,6 @@ class EarlyStop(Callback):
             training.stop()
 
 
-async def _set_rates(address: str, token: str, lr_scale: float) -> int:
-    credentials = Credentials.from_env().for_own_machine().with_token(token)
-    async with ControllerClient(address, credentials) as controller:
+async def _set_rates(note: run_dirs.RunNote, lr_scale: float) -> int:
+    async with ControllerClient.of_run(note) as controller:
         return await controller.set_rates(lr_scale)

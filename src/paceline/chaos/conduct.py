@@ -20,7 +20,7 @@ import numpy as np
 from paceline.chaos.faults import Fault, draw
 from paceline.chaos.inject import Injector
 from paceline.chaos.record import FaultRecovery, Record
-from paceline.chaos.roster import Roster, controller_of, ends_its_process
+from paceline.chaos.roster import Roster, ends_its_process
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.engines.registry import engine_facts
@@ -29,6 +29,7 @@ from paceline.launch.outcome import LaunchOutcome
 from paceline.launch.planning import plan
 from paceline.launch.planning.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
+from paceline.runs.controller_client import ControllerClient
 from paceline.service.tasks import cancel
 from paceline.show.live.view import View
 from paceline.show.live.wrapping_views import WatchedView
@@ -173,7 +174,7 @@ class Conductor:
         note = run_dirs.read_note(self._run_dir)
         if note is None:
             return
-        async with controller_of(note) as controller:
+        async with ControllerClient.of_run(note) as controller:
             await controller.stop_run(_DONE)
 
 

@@ -17,7 +17,6 @@ from paceline.core.members import LearnerState, RewardState, RolloutState
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient, MemberStatus
 from paceline.runs.run_dir import RunNote
-from paceline.service.identity.credentials import Credentials
 
 _POLL_S = 0.3
 # To the controller, a killed member counts as working until its silence is noticed.
@@ -51,7 +50,7 @@ class Roster:
             with contextlib.suppress(PacelineError):
                 note = run_dirs.read_note(self._run_dir)
                 if note is not None and note.controller:
-                    async with controller_of(note) as controller:
+                    async with ControllerClient.of_run(note) as controller:
                         members = (await controller.status()).members
                     self._note_pids(_running(note), asyncio.get_running_loop().time())
                     self._working = frozenset(m.member_id for m in members if self._works(m, asked_at))
@@ -103,11 +102,6 @@ class Roster:
 def ends_its_process(fault: Fault) -> bool:
     """Returns whether a new process replaces a service that is hit."""
     return fault.kind is FaultKind.KILL and not fault.target.endswith("/child")
-
-
-def controller_of(note: RunNote) -> ControllerClient:
-    """Returns a client of a run's controller, past the proxies."""
-    return ControllerClient(note.controller, Credentials.from_env().for_own_machine().with_token(note.token))
 
 
 def _running(note: RunNote) -> dict[str, int]:

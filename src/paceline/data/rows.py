@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, overload
@@ -91,14 +92,9 @@ def first_rows(file: str | Path, at_most: int) -> list[Row]:
         with path.open("rb") as lines:
             rows = (_object(path, n, line) for n, line in enumerate(lines, start=1) if line.strip())
             return list(islice(rows, at_most))
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=at_most)
+    with _reading(path) as parquet:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=at_most)
         return next((batch.to_pylist() for batch in batches), [])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"data file {path} is not readable as parquet: {error}") from error
 
 
 def count_rows(files: Sequence[str | Path], at_most: int) -> int:
@@ -112,19 +108,22 @@ def count_rows(files: Sequence[str | Path], at_most: int) -> int:
         if count >= at_most:
             break
         if _is_parquet(path):
-            count += _num_parquet_rows(path)
+            with _reading(path) as parquet:
+                count += int(parquet.read_metadata(path).num_rows)
         else:
             with path.open("rb") as lines:
                 count += sum(1 for _ in islice(filter(bytes.strip, lines), at_most - count))
     return min(count, at_most)
 
 
-def _num_parquet_rows(path: Path) -> int:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Yields pyarrow's module for parquet; turns its errors about a file into DataError."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
+        yield pyarrow.parquet
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path} is not readable as parquet: {error}") from error
 
@@ -146,14 +145,9 @@ def _opened(path: Path, required: tuple[str, ...]) -> _Parquet | _Lines:
 
 class _Parquet:
     def __init__(self, path: Path, required: tuple[str, ...]) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
         self._path = path
-        try:
-            self._table = pyarrow.parquet.read_table(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"data file {path} is not readable as parquet: {error}") from error
+        with _reading(path) as parquet:
+            self._table = parquet.read_table(path)
         _require(path, required, _columns(self._table.schema))
 
     def __len__(self) -> int:

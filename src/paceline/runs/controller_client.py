@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.core.policy import PolicyTag
 from paceline.core.run_record.run_events import PhaseEvent, RunEvent
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
+from paceline.runs.run_dir import RunNote
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.wire.calls.protobuf import policy_tag_from_proto
@@ -55,6 +56,12 @@ class ControllerClient:
         self._channel = channels.connect(address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._peer = f"the controller at {address}"
+
+    @classmethod
+    def of_run(cls, note: RunNote) -> ControllerClient:
+        """Returns a client of the controller of a run on this machine, past all proxies."""
+        credentials = Credentials.from_env().for_own_machine().with_token(note.token)
+        return cls(note.controller, credentials)
 
     async def __aenter__(self) -> ControllerClient:
         """Connects at the first call."""

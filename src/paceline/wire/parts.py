@@ -98,11 +98,6 @@ def _read_range(fields: Fields, item: Any) -> PolicyRange:
     return PolicyRange(_policy_of(fields, item[:2]), *item[2:])
 
 
-def pack_sampling(sampling: SamplingSpec) -> dict[str, Any]:
-    """Packs a sampling spec, field by field."""
-    return values_of(sampling)
-
-
 def read_sampling(fields: Fields) -> SamplingSpec:
     """Reads the field `sampling` as a spec."""
     inner = fields.nested("sampling")

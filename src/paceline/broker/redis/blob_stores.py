@@ -9,10 +9,11 @@ only, because everything that it holds can be drawn again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -39,57 +40,45 @@ class BlobStore:
     async def put(self, blobs: Mapping[str, bytes]) -> bool:
         """Stores blobs; returns whether all of them are stored."""
         if not self._is_away:
-            try:
+            with self._resting_after_errors():
                 await self._blobs.put_blobs(blobs)
-            except BrokerError as error:
-                self._note(error)
-            else:
                 return True
         return False
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         """Returns the values in the order of the keys, None for a missing one."""
         if not self._is_away:
-            try:
+            with self._resting_after_errors():
                 return await self._blobs.get_blobs(keys)
-            except BrokerError as error:
-                self._note(error)
         return [None] * len(keys)
 
     async def missing(self, keys: Sequence[str]) -> list[str]:
         """Returns the keys that have no value."""
         if not self._is_away:
-            try:
+            with self._resting_after_errors():
                 return await self._blobs.missing_blobs(keys)
-            except BrokerError as error:
-                self._note(error)
         return list(keys)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Removes blobs; while the store is away, they are removed with the next ones."""
         self._undeleted = [*self._undeleted, *keys][-_MAX_UNDELETED:]
         if not self._is_away:
-            try:
+            with self._resting_after_errors():
                 await self._blobs.delete_blobs(self._undeleted)
                 self._undeleted = []
-            except BrokerError as error:
-                self._note(error)
 
     async def purge(self, prefix: str) -> int:
         """Removes every blob whose name begins with `prefix`; returns how many."""
-        try:
-            return await self._blobs.purge(prefix)
-        except BrokerError as error:
-            self._note(error)
-            return 0
+        num_removed = 0
+        with self._resting_after_errors():
+            num_removed += await self._blobs.purge(prefix)
+        return num_removed
 
     async def used_bytes(self) -> int | None:
         """Returns the memory that the store uses; None while it is away."""
         if not self._is_away:
-            try:
+            with self._resting_after_errors():
                 return await self._blobs.used_bytes()
-            except BrokerError as error:
-                self._note(error)
         return None
 
     async def ping(self) -> None:
@@ -104,10 +93,14 @@ class BlobStore:
     def _is_away(self) -> bool:
         return time.monotonic() < self._rests_until_s
 
-    def _note(self, error: BrokerError) -> None:
-        """Leaves the store alone for some seconds, so that not every command waits for it."""
-        self._rests_until_s = time.monotonic() + _REST_S
-        log.warning("blobs go without the store %s for %g s: %s", self._server, _REST_S, error)
+    @contextlib.contextmanager
+    def _resting_after_errors(self) -> Iterator[None]:
+        """Leaves the store alone for some seconds after an error, so that not every command waits for it."""
+        try:
+            yield
+        except BrokerError as error:
+            self._rests_until_s = time.monotonic() + _REST_S
+            log.warning("blobs go without the store %s for %g s: %s", self._server, _REST_S, error)
 
 
 class StoresBroker(RedisStreamsBroker):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.samples.episode import Play, Played
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk.attached.attachment import Attachment, attach_until_signal
 from paceline.sdk.attached.playing import Asker, play
 from paceline.sdk.environment import Environment
-from paceline.service.grpc import channels
-from paceline.service.identity.credentials import ENVIRONMENT_TOKEN, Credentials
-from paceline.wire.calls.playing import play_gateway_message_from_proto, player_message_to_proto
+from paceline.service.identity.credentials import ENVIRONMENT_TOKEN
+from paceline.wire.calls.playing import PLAYER_MESSAGES
 
 
 class EnvironmentAttachment(Attachment[Play, Played]):
@@ -43,26 +41,21 @@ class EnvironmentAttachment(Attachment[Play, Played]):
         patience_s: float = 300.0,
         every_address: bool = False,
     ) -> None:
-        credentials = Credentials.from_env(ENVIRONMENT_TOKEN)
-        self._make, self._ask = make, Asker(max_episodes, credentials.tls)
+        self._make = make
         super().__init__(
             address=address,
             name=name,
             role="rollout",
-            credentials=credentials if token is None else credentials.with_token(token),
+            token=token,
+            token_variable=ENVIRONMENT_TOKEN,
+            messages=PLAYER_MESSAGES,
+            stub=environment_pb2_grpc.EnvironmentGatewayStub,
             data_sources=data_sources,
             window=max_episodes,
             patience_s=patience_s,
             every_address=every_address,
         )
-
-    def _stream(
-        self, channel: Any, messages: AsyncIterator[FromClient[Played]], peer: str
-    ) -> AsyncIterator[ToClient[Play]]:
-        attach = environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach
-        requests = (player_message_to_proto(message) async for message in messages)
-        answers = channels.duplex(attach, requests, phase="ATTACH", peer=peer, token=ENVIRONMENT_TOKEN)
-        return (play_gateway_message_from_proto(message) async for message in answers)
+        self._ask = Asker(max_episodes, self._credentials.tls)
 
     def _end(self) -> None:
         self._ask.close()

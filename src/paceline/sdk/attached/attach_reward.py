@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.sdk.attached.attachment import Attachment, attach_until_signal
 from paceline.sdk.function import CalledFunction, version_of
-from paceline.service.grpc import channels
-from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
-from paceline.wire.calls.attachment import (
-    GroupAnswer,
-    Task,
-    gateway_message_from_proto,
-    scorer_message_to_proto,
-)
+from paceline.service.identity.credentials import REWARD_TOKEN
+from paceline.wire.calls.attachment import SCORER_MESSAGES, GroupAnswer, Task
 
 
 class RewardAttachment(Attachment[Task, GroupAnswer]):
@@ -66,13 +59,15 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
         self._function = CalledFunction(
             function, batch=batch, group=group, max_concurrent=max_concurrent, timeout_s=timeout_s
         )
-        credentials = Credentials.from_env(REWARD_TOKEN)
         self._batches = _Batches(self._function, max_batch) if batch else None
         super().__init__(
             address=address,
             name=name,
             role="reward",
-            credentials=credentials if token is None else credentials.with_token(token),
+            token=token,
+            token_variable=REWARD_TOKEN,
+            messages=SCORER_MESSAGES,
+            stub=reward_pb2_grpc.RewardGatewayStub,
             data_sources=data_sources,
             window=max_batch if batch else max_concurrent,
             patience_s=patience_s,
@@ -80,14 +75,6 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
             groups=group,
             every_address=every_address,
         )
-
-    def _stream(
-        self, channel: Any, messages: AsyncIterator[FromClient[GroupAnswer]], peer: str
-    ) -> AsyncIterator[ToClient[Task]]:
-        attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
-        requests = (scorer_message_to_proto(message) async for message in messages)
-        answers = channels.duplex(attach, requests, phase="ATTACH", peer=peer, token=REWARD_TOKEN)
-        return (gateway_message_from_proto(message) async for message in answers)
 
     def _end(self) -> None:
         self._function.close()

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from paceline.core.attached_clients.attachment import FromClient, Hello, ToClient
 from paceline.core.errors import ConfigError, DeadlineError, EnvironmentLackError, PeerLostError
@@ -20,6 +20,7 @@ from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.runtime import ServiceContext, run_service
 from paceline.service.tasks import cancel, wait_at_most
+from paceline.wire.calls.attachment import AttachmentMessages
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class Attachment(Generic[TaskT, AnswerT]):
         address: host:port of one or several servers of the run; each gets a stream.
         name: name under which it attaches.
         role: role of the servers.
+        token: token of the scope `attach`, or the run's; None takes that of `token_variable`.
+        messages: converts the messages of this kind of client.
+        stub: makes the stub of the servers' gateway from a channel.
         data_sources: data sources that it takes; empty: all.
         window: most tasks at a time, from each server.
         patience_s: how long to try to reach a run that does not answer.
@@ -54,7 +58,10 @@ class Attachment(Generic[TaskT, AnswerT]):
         address: str | Sequence[str],
         name: str,
         role: str,
-        credentials: Credentials,
+        token: str | None,
+        token_variable: str,
+        messages: AttachmentMessages[TaskT, AnswerT, Any],
+        stub: Callable[[Any], Any],
         data_sources: Iterable[str],
         window: int,
         patience_s: float,
@@ -62,7 +69,9 @@ class Attachment(Generic[TaskT, AnswerT]):
         groups: bool = False,
         every_address: bool = False,
     ) -> None:
-        self._credentials, self._role = credentials, role
+        credentials = Credentials.from_env(token_variable)
+        self._credentials = credentials if token is None else credentials.with_token(token)
+        self._role, self._token_variable, self._messages, self._stub = role, token_variable, messages, stub
         self._every_address, self._stopping = every_address, asyncio.Event()
         self._addresses = [address] if isinstance(address, str) else list(address)
         self._patience_s = patience_s
@@ -168,7 +177,10 @@ class Attachment(Generic[TaskT, AnswerT]):
         peer = f"the run at {address}"
 
         def open_stream(messages: AsyncIterator[FromClient[AnswerT]]) -> AsyncIterator[ToClient[TaskT]]:
-            return self._stream(channel, messages, peer)
+            requests = (self._messages.client_to_proto(message) async for message in messages)
+            attach, token = self._stub(channel).Attach, self._token_variable
+            answers = channels.duplex(attach, requests, phase="ATTACH", peer=peer, token=token)
+            return (self._messages.server_from_proto(message) async for message in answers)
 
         options = ClientOptions(hello=self._hello, peer=peer, patience_s=self._patience_s)
         client = self._clients[address] = AttachedClient(options, open_stream, self._answer)
@@ -178,12 +190,6 @@ class Attachment(Generic[TaskT, AnswerT]):
             if self._every_address:
                 del self._clients[address]
             await channel.close()
-
-    def _stream(
-        self, channel: Any, messages: AsyncIterator[FromClient[AnswerT]], peer: str
-    ) -> AsyncIterator[ToClient[TaskT]]:
-        """Opens a stream with these messages; yields those that it receives."""
-        raise NotImplementedError
 
     async def _answer(self, task: TaskT) -> AnswerT:
         raise NotImplementedError
@@ -209,15 +215,8 @@ async def _look_up(name: str) -> set[str]:
     return {addresses.join(str(row[4][0]), port) for row in rows if row[0] == rows[0][0]}
 
 
-class _Runnable(Protocol):
-    @property
-    def is_attached(self) -> bool: ...
-    async def run(self) -> None: ...
-    def stop(self) -> None: ...
-
-
 def attach_until_signal(
-    make: Callable[[], _Runnable], name: str, *, ready_file: str | Path | None = None
+    make: Callable[[], Attachment[Any, Any]], name: str, *, ready_file: str | Path | None = None
 ) -> None:
     """Answers a run's tasks until the run is over or a signal comes.
 
@@ -247,13 +246,13 @@ def attach_until_signal(
         raise SystemExit(code)
 
 
-async def _until_let_go(context: ServiceContext, attachment: _Runnable) -> None:
+async def _until_let_go(context: ServiceContext, attachment: Attachment[Any, Any]) -> None:
     while attachment.is_attached:  # noqa: ASYNC110  it has no event for that
         await asyncio.sleep(_LET_GO_EVERY_S)
     context.stop("nobody is attached any more")
 
 
-async def keep_ready_file(file: Path, attachment: _Runnable) -> None:
+async def keep_ready_file(file: Path, attachment: Attachment[Any, Any]) -> None:
     """Rewrites `file` every two seconds while the client is attached; removes it while it is not.
 
     A container's probes check the file's existence and age, because the process has no port.

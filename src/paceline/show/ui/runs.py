@@ -12,7 +12,6 @@ from typing import Any
 from paceline.core.errors import PacelineError
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient, RunStatus
-from paceline.service.identity.credentials import Credentials
 from paceline.show.live.view import phase_words
 from paceline.show.report.content import RunContent, is_run
 from paceline.show.ui.machine import MachineUsage
@@ -80,7 +79,7 @@ class ServedRun:
         if not note.controller:
             return {"state": "starting", "line": "its services", **usage}
         try:
-            async with ControllerClient(note.controller, _credentials(note.token)) as controller:
+            async with ControllerClient.of_run(note) as controller:
                 return {**_status(await controller.status()), **usage}
         except PacelineError as error:
             return {"state": "no answer", "line": str(error), **usage}
@@ -106,10 +105,6 @@ class ServedRuns:
                 if not path.is_symlink()
             }
             return self._known
-
-
-def _credentials(token: str) -> Credentials:
-    return Credentials.from_env().for_own_machine().with_token(token)
 
 
 def _status(status: RunStatus) -> dict[str, Any]:

@@ -293,17 +293,17 @@ class WeightGroup:
             return pending
         if pending.on_stream:
             # One NCCL group per round: outside a group each pair would get its own communicator.
-            self._live_group()._start_coalescing()
+            self._live(self._process_group)._start_coalescing()
         for call, tensor, peer, tag in calls:
             try:
-                act = getattr(self._live_group(), call)
+                act = getattr(self._live(self._process_group), call)
                 pending.add(act([tensor], self._wire_rank(peer), tag), self.spec.rank_ref(peer))
             except RuntimeError as error:
                 raise deadline.translate(error, self.spec.rank_ref(peer)) from error
         if pending.on_stream:
             pending.drop()
             try:
-                pending.add(self._live_group()._end_coalescing(), SOME_MEMBER)
+                pending.add(self._live(self._process_group)._end_coalescing(), SOME_MEMBER)
             except RuntimeError as error:
                 raise deadline.translate(error, SOME_MEMBER) from error
         return pending
@@ -312,12 +312,13 @@ class WeightGroup:
         """Records transfers that an abort must drop."""
         self._pending = [other for other in self._pending if not other.done] + [pending]
 
-    def _live_group(self) -> Any:
-        if self._process_group is None:
+    def _live(self, process_group: Any) -> Any:
+        """Returns a process group of this rank; raises WeightSyncError for None: it was aborted."""
+        if process_group is None:
             raise WeightSyncError(
                 f"{self.spec.rank_ref(self.rank)}: the weight group was aborted; form a new one"
             )
-        return self._process_group
+        return process_group
 
     def _greet(self, deadline: Deadline) -> None:
         """Exchanges a small message per pair that will communicate: connects them and compares plans."""

@@ -252,11 +252,7 @@ class SharedGroup(WeightGroup):
     ) -> Pending:
         """Exchanges "ready" or "free" of a round with other ranks."""
         pending = Pending(on_stream=False)
-        signals = self._signals
-        if signals is None:
-            raise WeightSyncError(
-                f"{self.spec.rank_ref(self.rank)}: the weight group was aborted; form a new one"
-            )
+        signals = self._live(self._signals)
         self._track(pending)
         tag = _NUM_SIGNALS * number + kind
         for call, peers in (("send", to), ("recv", origins)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from paceline.core.attached_clients.attachment import (
     CONTRACT,
@@ -34,8 +35,9 @@ from paceline.wire.calls.protobuf import (
 from paceline.wire.fields import reject
 from paceline.wire.records import from_proto, to_proto
 
-T = TypeVar("T")
-P = TypeVar("P")
+TaskT = TypeVar("TaskT")
+AnswerT = TypeVar("AnswerT")
+ReadT = TypeVar("ReadT")
 
 Result = ScoreResult | RewardError
 """A score, or the reason why the answer cannot be used."""
@@ -50,11 +52,90 @@ GroupResult = Result | tuple[tuple[str, Result], ...]
 """A `GroupAnswer` after decoding; a group's results are paired with trajectory ids."""
 
 
-def scorer_message_to_proto(message: FromClient[GroupAnswer]) -> reward_pb2.ScorerMessage:
-    """Encodes a message of an attached scorer."""
-    return client_message_to_proto(
-        message, reward_pb2.ScorerMessage, reward_pb2.ScoreAnswers, _answer_to_proto
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachmentMessages(Generic[TaskT, AnswerT, ReadT]):
+    """Converts the messages from and to one kind of client.
+
+    Attributes:
+        client, answers: the protobuf types of a client's message and of its answers.
+        server, work: those of a message to a client and of its tasks.
+        write_answer, write_task: encode an answer or a task with its ticket.
+        read_answer, read_task: decode an answer or a task without its ticket.
+        check: raises InvalidMessageError for a client's message that must not be decoded.
+    """
+
+    client: Callable[..., Any]
+    answers: Callable[..., Any]
+    server: Callable[..., Any]
+    work: Callable[..., Any]
+    write_answer: Callable[[int, AnswerT], Any]
+    read_answer: Callable[[Any], ReadT]
+    write_task: Callable[[int, TaskT], Any]
+    read_task: Callable[[Any], TaskT]
+    check: Callable[[Any], None] = lambda message: None
+
+    def client_to_proto(self, message: FromClient[AnswerT]) -> Any:
+        """Encodes a message of an attached client."""
+        match message:
+            case Hello():
+                sources = sorted(message.data_sources)
+                return self.client(hello=to_proto(message, attachment_pb2.AttachHello, data_sources=sources))
+            case Window():
+                return self.client(window=attachment_pb2.AttachWindow(window=message.window))
+            case Leave():
+                return self.client(leave=to_proto(message, attachment_pb2.AttachLeave))
+            case Answers(rows):
+                return self.client(answers=self.answers(answers=[self.write_answer(*row) for row in rows]))
+
+    def client_from_proto(self, message: Any) -> FromClient[ReadT]:
+        """Decodes a client's message; an unusable score or grade becomes that answer's error.
+
+        Raises:
+            InvalidMessageError: the message is empty or too large, or a number is out of range.
+            ProtocolError: the client speaks another version of the contract.
+        """
+        self.check(message)
+        match message.WhichOneof("message"):
+            case "hello":
+                return hello_from_proto(message.hello)
+            case "window":
+                return Window(window=_window(message.window.window))
+            case "leave":
+                return _leave_from_proto(message.leave)
+            case "answers":
+                if (count := len(message.answers.answers)) > MAX_WINDOW:
+                    detail = f"{count} answers, at most {MAX_WINDOW} in a message: no client has more tasks"
+                    reject(message.DESCRIPTOR.name, "too_large", detail)
+                return Answers(tuple((row.ticket, self.read_answer(row)) for row in message.answers.answers))
+            case _:
+                raise _empty(message)
+
+    def server_to_proto(self, message: ToClient[TaskT]) -> Any:
+        """Encodes a message to an attached client."""
+        match message:
+            case Welcome():
+                return self.server(welcome=to_proto(message, attachment_pb2.AttachWelcome))
+            case Leave():
+                return self.server(leave=to_proto(message, attachment_pb2.AttachLeave))
+            case Work(tasks):
+                return self.server(work=self.work(tasks=[self.write_task(*task) for task in tasks]))
+
+    def server_from_proto(self, message: Any) -> ToClient[TaskT]:
+        """Decodes a message to a client.
+
+        Raises:
+            InvalidMessageError: the message is empty, or a task is malformed.
+            ProtocolError: the server speaks another version of the contract.
+        """
+        match message.WhichOneof("message"):
+            case "welcome":
+                return welcome_from_proto(message.welcome)
+            case "leave":
+                return _leave_from_proto(message.leave)
+            case "work":
+                return Work(tuple((row.ticket, self.read_task(row)) for row in message.work.tasks))
+            case _:
+                raise _empty(message)
 
 
 def _answer_to_proto(ticket: int, answer: GroupAnswer) -> reward_pb2.ScoreAnswer:
@@ -63,31 +144,19 @@ def _answer_to_proto(ticket: int, answer: GroupAnswer) -> reward_pb2.ScoreAnswer
     return reward_pb2.ScoreAnswer(ticket=ticket, group=[score_result_to_proto(result) for result in answer])
 
 
-def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[GroupResult]:
-    """Decodes a message of an attached scorer.
-
-    Raises:
-        InvalidMessageError: the message is empty, a number is out of range, or there are too many results.
-        ProtocolError: the scorer speaks another version of the contract.
-    """
+def _check_num_results(message: reward_pb2.ScorerMessage) -> None:
     num_results = sum(len(row.group) for row in message.answers.answers[:MAX_WINDOW])
     if num_results > MAX_ITEMS_PER_CALL:
         detail = (
             f"{num_results} results, at most {MAX_ITEMS_PER_CALL} in a message: send fewer answers in each"
         )
         reject("ScorerMessage", "too_large", detail)
-    return client_message_from_proto(message, _answer_from_proto)
 
 
 def _answer_from_proto(row: reward_pb2.ScoreAnswer) -> GroupResult:
     if not row.group:
         return result_or_error(row.result)
     return tuple((result.trajectory_id, result_or_error(result)) for result in row.group)
-
-
-def gateway_message_to_proto(message: ToClient[Task]) -> reward_pb2.GatewayMessage:
-    """Encodes a message to an attached scorer."""
-    return server_message_to_proto(message, reward_pb2.GatewayMessage, reward_pb2.ScoreTasks, _task_to_proto)
 
 
 def _task_to_proto(ticket: int, task: Task) -> reward_pb2.ScoreTask:
@@ -102,14 +171,18 @@ def _task_from_proto(row: reward_pb2.ScoreTask) -> Task:
     return tuple(score_items_from_proto(row.group))
 
 
-def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[Task]:
-    """Decodes a message to an attached scorer.
-
-    Raises:
-        InvalidMessageError: the message is empty, or an item is malformed.
-        ProtocolError: the gateway speaks another version of the contract.
-    """
-    return server_message_from_proto(message, _task_from_proto)
+SCORER_MESSAGES: AttachmentMessages[Task, GroupAnswer, GroupResult] = AttachmentMessages(
+    client=reward_pb2.ScorerMessage,
+    answers=reward_pb2.ScoreAnswers,
+    server=reward_pb2.GatewayMessage,
+    work=reward_pb2.ScoreTasks,
+    write_answer=_answer_to_proto,
+    read_answer=_answer_from_proto,
+    write_task=_task_to_proto,
+    read_task=_task_from_proto,
+    check=_check_num_results,
+)
+"""The messages between attached scorers and their gateway"""
 
 
 def result_or_error(message: reward_pb2.ScoreResult) -> Result:
@@ -120,82 +193,6 @@ def result_or_error(message: reward_pb2.ScoreResult) -> Result:
         is_not_finite = error.reason == "not_finite"
         kind = RewardErrorKind.NOT_FINITE if is_not_finite else RewardErrorKind.WRONG_TYPE
         return RewardError(str(error), kind=kind)
-
-
-# --- shared by the streams of all kinds of clients
-
-
-def client_message_to_proto(
-    message: FromClient[T],
-    kind: Callable[..., P],
-    answers: Callable[..., Any],
-    write: Callable[[int, T], Any],
-) -> P:
-    """Encodes a client's message as a `kind`, with field `answers` of this type; `write` encodes a row."""
-    match message:
-        case Hello():
-            hello = to_proto(message, attachment_pb2.AttachHello, data_sources=sorted(message.data_sources))
-            return kind(hello=hello)
-        case Window():
-            return kind(window=attachment_pb2.AttachWindow(window=message.window))
-        case Leave():
-            return kind(leave=to_proto(message, attachment_pb2.AttachLeave))
-        case Answers(rows):
-            return kind(answers=answers(answers=[write(*row) for row in rows]))
-
-
-def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromClient[T]:
-    """Decodes a client's message; `read` decodes an answer without its ticket.
-
-    Raises:
-        InvalidMessageError: the message is empty, a number is out of range, or there are too many answers.
-        ProtocolError: the client speaks another version of the contract.
-    """
-    match message.WhichOneof("message"):
-        case "hello":
-            return hello_from_proto(message.hello)
-        case "window":
-            return Window(window=_window(message.window.window))
-        case "leave":
-            return _leave_from_proto(message.leave)
-        case "answers":
-            if (count := len(message.answers.answers)) > MAX_WINDOW:
-                detail = f"{count} answers, at most {MAX_WINDOW} in a message: no client has more tasks"
-                reject(message.DESCRIPTOR.name, "too_large", detail)
-            return Answers(tuple((row.ticket, read(row)) for row in message.answers.answers))
-        case _:
-            raise _empty(message)
-
-
-def server_message_to_proto(
-    message: ToClient[T], kind: Callable[..., P], work: Callable[..., Any], write: Callable[[int, T], Any]
-) -> P:
-    """Encodes a message to a client as a `kind`, with field `work` of this type; `write` encodes a task."""
-    match message:
-        case Welcome():
-            return kind(welcome=to_proto(message, attachment_pb2.AttachWelcome))
-        case Leave():
-            return kind(leave=to_proto(message, attachment_pb2.AttachLeave))
-        case Work(tasks):
-            return kind(work=work(tasks=[write(*task) for task in tasks]))
-
-
-def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClient[T]:
-    """Decodes a message to a client; `read` decodes a task without its ticket.
-
-    Raises:
-        InvalidMessageError: the message is empty, or `read` raised this error.
-        ProtocolError: the server speaks another version of the contract.
-    """
-    match message.WhichOneof("message"):
-        case "welcome":
-            return welcome_from_proto(message.welcome)
-        case "leave":
-            return _leave_from_proto(message.leave)
-        case "work":
-            return Work(tuple((row.ticket, read(row)) for row in message.work.tasks))
-        case _:
-            raise _empty(message)
 
 
 def _empty(message: Any) -> InvalidMessageError:

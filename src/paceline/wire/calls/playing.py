@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.errors import InvalidMessageError
 from paceline.core.samples.episode import Play, Played
 from paceline.core.text import encodable
 from paceline.rpc.v1 import environment_pb2 as pb
-from paceline.wire.calls.attachment import (
-    client_message_from_proto,
-    client_message_to_proto,
-    server_message_from_proto,
-    server_message_to_proto,
-)
+from paceline.wire.calls.attachment import AttachmentMessages
 from paceline.wire.calls.environment import grade_from_proto
 from paceline.wire.json_object import read_json_object, write_json_object
-
-
-def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
-    """Encodes a message of an attached environment."""
-    return client_message_to_proto(message, pb.PlayerMessage, pb.PlayAnswers, _played_to_proto)
-
-
-def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
-    """Decodes a message of an attached environment; an unreadable grade becomes that episode's error.
-
-    Raises:
-        InvalidMessageError: the message is empty, or a number is out of range.
-        ProtocolError: the environment speaks another version of the contract.
-    """
-    return client_message_from_proto(message, _played_from_proto)
-
-
-def play_gateway_message_to_proto(message: ToClient[Play]) -> pb.PlayGatewayMessage:
-    """Encodes a message to an attached environment."""
-    return server_message_to_proto(message, pb.PlayGatewayMessage, pb.PlayTasks, _play_to_proto)
-
-
-def play_gateway_message_from_proto(message: pb.PlayGatewayMessage) -> ToClient[Play]:
-    """Decodes a message to an attached environment.
-
-    Raises:
-        InvalidMessageError: the message is empty, or a task is not a JSON object.
-        ProtocolError: the server speaks another version of the contract.
-    """
-    return server_message_from_proto(message, _play_from_proto)
 
 
 def _play_to_proto(ticket: int, play: Play) -> pb.PlayTask:
@@ -91,3 +55,16 @@ def _played_from_proto(message: pb.PlayAnswer) -> Played:
     except InvalidMessageError as error:
         return Played(error=str(error))
     return Played(stop_reason=message.stop_reason, reward=reward, components=components, error=message.error)
+
+
+PLAYER_MESSAGES: AttachmentMessages[Play, Played, Played] = AttachmentMessages(
+    client=pb.PlayerMessage,
+    answers=pb.PlayAnswers,
+    server=pb.PlayGatewayMessage,
+    work=pb.PlayTasks,
+    write_answer=_played_to_proto,
+    read_answer=_played_from_proto,
+    write_task=_play_to_proto,
+    read_task=_play_from_proto,
+)
+"""The messages between attached environments and a rollout server"""

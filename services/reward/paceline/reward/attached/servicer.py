@@ -8,12 +8,7 @@ from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service.attach.gateway import Gateway, first_hello
-from paceline.wire.calls.attachment import (
-    GroupResult,
-    Task,
-    gateway_message_to_proto,
-    scorer_message_from_proto,
-)
+from paceline.wire.calls.attachment import SCORER_MESSAGES, GroupResult, Task
 
 
 class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
@@ -32,7 +27,7 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
             ConfigError: the configuration has no such name.
             ProtocolError, InvalidMessageError, DeadlineError: the client's messages break the protocol.
         """
-        read = (scorer_message_from_proto(message) async for message in messages)
+        read = (SCORER_MESSAGES.client_from_proto(message) async for message in messages)
         hello = await first_hello(read)
         if self.gateways is None:
             raise EnvironmentLackError("the reward service is still starting: try again")
@@ -43,4 +38,4 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
                 f"no client can attach as {one_line(hello.name)!r} to this run: reward.attached names {names}"
             )
         async for message in gateway.serve(hello, read):
-            yield gateway_message_to_proto(message)
+            yield SCORER_MESSAGES.server_to_proto(message)

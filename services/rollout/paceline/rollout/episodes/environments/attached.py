@@ -23,7 +23,7 @@ from paceline.rollout.episodes.environment import (
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.attach.gateway import Gateway, GatewayOptions, first_hello
-from paceline.wire.calls.playing import play_gateway_message_to_proto, player_message_from_proto
+from paceline.wire.calls.playing import PLAYER_MESSAGES
 from paceline.wire.records import values_of
 
 
@@ -120,7 +120,7 @@ class EnvironmentGatewayServicer(environment_pb2_grpc.EnvironmentGatewayServicer
             ConfigError: environments attach under another name.
             ProtocolError, InvalidMessageError, DeadlineError: the client's messages break the protocol.
         """
-        read = (player_message_from_proto(message) async for message in messages)
+        read = (PLAYER_MESSAGES.client_from_proto(message) async for message in messages)
         hello = await first_hello(read)
         environment = self.environment
         if environment is None:
@@ -134,4 +134,4 @@ class EnvironmentGatewayServicer(environment_pb2_grpc.EnvironmentGatewayServicer
                 f"{environment.name!r}"
             )
         async for message in environment.gateway.serve(hello, read):
-            yield play_gateway_message_to_proto(message)
+            yield PLAYER_MESSAGES.server_to_proto(message)
