@@ -229,10 +229,7 @@ def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
     Raises:
         ConfigError: both would write to the same place, because they have the same run id.
     """
-    try:
-        before = _flat(yaml.safe_load((original / START).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError):
-        before = {}
+    before = _flat(read_tree(original / START))
     after = _flat(config.model_dump(mode="json"))
     shared = [key for key in _OUTSIDE if after[key] is not None and before.get(key) == after[key]]
     if shared:
@@ -256,11 +253,7 @@ def _last_metrics(run_dir: Path) -> int:
 
 def _changes(run_dir: Path, config: RunConfig) -> tuple[list[str], list[str]]:
     """Returns keys that changed since the run's last start: those that take effect, and those that do not."""
-    try:
-        before = yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return [], []
-    old, new = _flat(before), _flat(config.model_dump(mode="json"))
+    old, new = _flat(read_tree(run_dir / RESOLVED)), _flat(config.model_dump(mode="json"))
     # Addresses of services and the broker, which has a password, may well differ.
     changed = [
         key
@@ -274,6 +267,15 @@ def _changes(run_dir: Path, config: RunConfig) -> tuple[list[str], list[str]]:
         [f"{key} {old[key]} -> {new[key]}" for key in changed if key not in state],
         [f"{key} {old[key]} -> {new[key]}" for key in changed if key in state],
     )
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Returns the configuration in a run's folder as plain values; {} if it cannot be read."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

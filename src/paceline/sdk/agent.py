@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE
 from paceline.core.text import one_line
-from paceline.sdk.environment import Environment, Observation, Outcome
+from paceline.sdk.environment import Environment, Observation, Outcome, environment_maker
 
 _log = logging.getLogger(__name__)
 
@@ -24,11 +24,7 @@ def agent(function: Callable[..., Any]) -> Callable[[], Environment]:
             thread, which cannot be ended: give its client a timeout.
     """
 
-    def make() -> Environment:
-        return _Agent(function)
-
-    make.__name__ = getattr(function, "__name__", "agent")
-    return make
+    return environment_maker(getattr(function, "__name__", "agent"), lambda: _Agent(function))
 
 
 class _Agent(Environment):

@@ -23,8 +23,7 @@ class RewardClient:
 
     def __init__(self, address: str, *, token: str | None = None) -> None:
         self._address = address
-        credentials = Credentials.from_env(REWARD_TOKEN)
-        self._credentials = credentials if token is None else credentials.with_token(token)
+        self._credentials = Credentials.from_env(REWARD_TOKEN).with_token(token)
 
     async def __aenter__(self) -> Self:
         self._channel = channels.connect(self._address, credentials=self._credentials, role="reward")

@@ -150,6 +150,12 @@ class Environment:
             return one_line(f"error: {type(error).__name__}: {error}")
 
 
+def environment_maker(name: str, make: Callable[[], Environment]) -> Callable[[], Environment]:
+    """Gives a function that makes an environment the name under which a server shows it."""
+    make.__name__ = name
+    return make
+
+
 def specs_for(environment: Environment, names: Sequence[str] | None) -> list[ToolSpec]:
     """Returns the tools of an episode.
 

@@ -44,9 +44,7 @@ class Folder:
         Raises:
             ConfigError: fsspec does not know the URL's scheme, or the package for it is not installed.
         """
-        text = str(place)
-        if text.startswith(_FILE_SCHEME):
-            text = text.removeprefix(_FILE_SCHEME)
+        text = str(place).removeprefix(_FILE_SCHEME)
         if not is_url(text):
             return cls(os.path.abspath(text))
         folder = cls(text.rstrip("/"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.core.samples.chat import Message
-from paceline.sdk.environment import Environment, Observation, Outcome
+from paceline.sdk.environment import Environment, Observation, Outcome, environment_maker
 
 
 def gym_environment(
@@ -30,11 +30,8 @@ def gym_environment(
         to_text: converts an observation to text for the policy.
     """
 
-    def make_one() -> Environment:
-        return _Gym(make, to_action, to_text)
-
-    make_one.__name__ = getattr(make, "__name__", "gym")
-    return make_one
+    name = getattr(make, "__name__", "gym")
+    return environment_maker(name, lambda: _Gym(make, to_action, to_text))
 
 
 class _Gym(Environment):

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.samples.chat import ToolSpec
-from paceline.sdk.environment import Environment, Observation
+from paceline.sdk.environment import Environment, Observation, environment_maker
 
 _START_S = 30.0
 
@@ -21,11 +21,7 @@ def mcp_environment(server: Any, *, timeout_s: float = 30.0) -> Callable[[], Env
         timeout_s: deadline of each tool call.
     """
 
-    def make() -> Environment:
-        return _Mcp(server, timeout_s)
-
-    make.__name__ = "mcp"
-    return make
+    return environment_maker("mcp", lambda: _Mcp(server, timeout_s))
 
 
 class _Mcp(Environment):

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.samples.chat import Message, ToolSpec
 from paceline.core.text import one_line
-from paceline.sdk.environment import Environment, Observation, Outcome
+from paceline.sdk.environment import Environment, Observation, Outcome, environment_maker
 
 
 def nemo_gym_environment(url: str, *, timeout_s: float = 60.0) -> Callable[[], Environment]:
@@ -34,11 +34,7 @@ def nemo_gym_environment(url: str, *, timeout_s: float = 60.0) -> Callable[[], E
         timeout_s: deadline of each request.
     """
 
-    def make() -> Environment:
-        return _Resources(url.rstrip("/"), timeout_s)
-
-    make.__name__ = "nemo_gym"
-    return make
+    return environment_maker("nemo_gym", lambda: _Resources(url.rstrip("/"), timeout_s))
 
 
 def nemo_gym_rows(file: str | Path) -> Iterator[dict[str, Any]]:

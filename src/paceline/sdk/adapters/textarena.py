@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.core.samples.chat import Message
-from paceline.sdk.environment import Environment, Observation, Outcome
+from paceline.sdk.environment import Environment, Observation, Outcome, environment_maker
 
 _OWN_ACTION = "PLAYER_ACTION"
 _seeding = threading.Lock()
@@ -38,11 +38,7 @@ def textarena_environment(
     if num_players > 1 and opponent is None:
         raise ValueError(f"a game of {num_players} players needs `opponent`, which makes the others' moves")
 
-    def make_one() -> Environment:
-        return _Game(make, num_players, player, opponent)
-
-    make_one.__name__ = "textarena"
-    return make_one
+    return environment_maker("textarena", lambda: _Game(make, num_players, player, opponent))
 
 
 class _Game(Environment):

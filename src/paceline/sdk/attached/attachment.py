@@ -69,8 +69,7 @@ class Attachment(Generic[TaskT, AnswerT]):
         groups: bool = False,
         every_address: bool = False,
     ) -> None:
-        credentials = Credentials.from_env(token_variable)
-        self._credentials = credentials if token is None else credentials.with_token(token)
+        self._credentials = Credentials.from_env(token_variable).with_token(token)
         self._role, self._token_variable, self._messages, self._stub = role, token_variable, messages, stub
         self._every_address, self._stopping = every_address, asyncio.Event()
         self._addresses = [address] if isinstance(address, str) else list(address)

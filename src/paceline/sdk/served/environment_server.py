@@ -53,13 +53,8 @@ class EnvironmentServer(Served):
     ) -> None:
         self.sessions, self._tasks = Sessions(make, max_episodes), tasks
         self._name = getattr(make, "__name__", type(make).__name__)
-        super().__init__(
-            "environment",
-            host=host,
-            port=port,
-            credentials=Credentials.from_env(ENVIRONMENT_TOKEN),
-            token=token,
-        )
+        credentials = Credentials.from_env(ENVIRONMENT_TOKEN).with_token(token)
+        super().__init__("environment", host=host, port=port, credentials=credentials)
         self._expiring: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -61,9 +61,8 @@ class RewardServer(Served):
             groups=group,
             version=version_of(function) if version is None else version,
         )
-        super().__init__(
-            "reward", host=host, port=port, credentials=Credentials.from_env(REWARD_TOKEN), token=token
-        )
+        credentials = Credentials.from_env(REWARD_TOKEN).with_token(token)
+        super().__init__("reward", host=host, port=port, credentials=credentials)
 
     async def stop(self) -> None:
         """Waits two seconds for calls under way, then stops. A function that hangs is abandoned."""

@@ -17,16 +17,12 @@ class Served:
     Args:
         what: what it serves: "reward" or "environment".
         host, port: where to listen; port 0 takes any free one.
-        credentials: credentials from the environment variables.
-        token: token that callers must send, instead of the environment's.
+        credentials: the token that callers must send, and the files for TLS.
     """
 
-    def __init__(
-        self, what: str, *, host: str, port: int, credentials: Credentials, token: str | None
-    ) -> None:
+    def __init__(self, what: str, *, host: str, port: int, credentials: Credentials) -> None:
         self._what, self._host, self._port = what, host, port
-        outside = credentials.for_outside_callers()
-        self._credentials = outside if token is None else outside.with_token(token)
+        self._credentials = credentials.for_outside_callers()
         self._running: RunningServer | None = None
 
     @property

@@ -204,9 +204,9 @@ class Credentials:
         """Returns credentials for calls to an address of this machine, which do not leave it."""
         return replace(self, insecure=True)
 
-    def with_token(self, token: str) -> Self:
-        """Returns the same credentials with another token."""
-        return replace(self, token=token)
+    def with_token(self, token: str | None) -> Self:
+        """Returns the same credentials with another token; unchanged with None."""
+        return self if token is None else replace(self, token=token)
 
     def with_token_file(self, path: str | None, *, setting: str, place: str) -> Self:
         """Returns the same credentials with the token in a file; unchanged without a file.

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from paceline.broker.address import redact
+from paceline.runs.run_dir import RESOLVED, START, read_tree
 from paceline.service import process_ends
 from paceline.show.metrics import TRAIN_REWARD, VAL_REWARD, before_and_after, headlines
 from paceline.show.report.journal import JournalView, read_end
@@ -18,8 +17,6 @@ from paceline.show.report.step_table import StepTable
 from paceline.show.report.timeline import timelines
 from paceline.show.report.token_texts import TokenTexts
 
-CONFIG = "config.resolved.yaml"
-START = "config.start.yaml"
 METRICS = "metrics.jsonl"
 JOURNAL = "events.jsonl"
 NOTE = "note.txt"
@@ -77,7 +74,7 @@ class RunContent:
 
     def config(self) -> str:
         """Returns config.resolved.yaml without its passwords."""
-        path = self.folder / CONFIG
+        path = self.folder / RESOLVED
         return redact(path.read_text(encoding="utf-8")) if path.is_file() else ""
 
     def steps_of_interest(self) -> list[int]:
@@ -92,10 +89,10 @@ class RunContent:
 
     def _tree(self) -> Mapping[str, Any]:
         """Returns the configuration, which is read again when it has changed."""
-        path = self.folder / CONFIG
+        path = self.folder / RESOLVED
         changed_at = path.stat().st_mtime if path.is_file() else 0.0
         if changed_at != self._settings_at:
-            self._settings, self._settings_at = _read_tree(path), changed_at
+            self._settings, self._settings_at = read_tree(path), changed_at
         return self._settings
 
     def _read_metrics(self) -> None:
@@ -115,15 +112,7 @@ class RunContent:
 
 def is_run(folder: Path) -> bool:
     """Returns whether a folder holds a run, even one that has only begun."""
-    return any((folder / name).is_file() for name in (METRICS, JOURNAL, CONFIG, START))
-
-
-def _read_tree(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
+    return any((folder / name).is_file() for name in (METRICS, JOURNAL, RESOLVED, START))
 
 
 def _facts(tree: Mapping[str, Any]) -> list[str]:
@@ -167,6 +156,6 @@ def _note(path: Path) -> str:
 
 
 def _tokenizer_folders(folder: Path) -> list[Path]:
-    model = _read_tree(folder / CONFIG).get("model") or {}
+    model = read_tree(folder / RESOLVED).get("model") or {}
     named = [model.get("tokenizer_path"), model.get("path")]
     return [folder / "model", *(Path(str(name)) for name in named if name)]

@@ -25,7 +25,7 @@ def timelines(path: Path, steps: Collection[int]) -> dict[int, list[dict[str, An
     trace_of = dict(_traces(path, steps))
     wanted = {span["trace_id"]: step for step, span in trace_of.items()}
     by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in trace_of}
-    for span in _spans(path, wanted):
+    for span in spans(path, wanted):
         step = wanted.get(str(span.get("trace_id")))
         if step is not None and len(by_step[step]) < _MAX_SPANS:
             by_step[step].append(_described(span, float(trace_of[step]["start_s"])))
@@ -34,13 +34,13 @@ def timelines(path: Path, steps: Collection[int]) -> dict[int, list[dict[str, An
 
 def _traces(path: Path, steps: Collection[int]) -> Iterator[tuple[int, Span]]:
     """Yields each step with the root span of its trace."""
-    for span in _spans(path, ['"name": "step"']):
+    for span in spans(path, ['"name": "step"']):
         step = span.get("attributes", {}).get(_STEP)
         if span.get("name") == "step" and step in steps:
             yield step, span
 
 
-def _spans(path: Path, parts: Collection[str]) -> Iterator[Span]:
+def spans(path: Path, parts: Collection[str] = ("",)) -> Iterator[Span]:
     """Yields the spans whose lines hold one of `parts`; parsing every line of a long run takes seconds."""
     needles = [part.encode() for part in parts]
     for line in read_spans(path) if needles else ():

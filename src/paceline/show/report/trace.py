@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import DataError
-from paceline.show.report.timeline import read_spans
+from paceline.show.report.timeline import spans
 
 FILE_NAME = "trace.json.gz"
 _PROFILES = "step_*.json.gz"
@@ -80,7 +80,7 @@ def _of_spans(path: Path, begin: float, end: float) -> Iterator[Event]:
     """Yields the spans that overlap the window, a process per service instance and a thread per trace."""
     pids: dict[tuple[str, str], int] = {}
     threads: dict[tuple[int, str], int] = {}
-    for span in _read_spans(path):
+    for span in spans(path):
         start, duration = 1e6 * span["start_s"], 1e6 * span["duration_s"]
         if start > end or start + duration < begin:
             continue
@@ -100,12 +100,3 @@ def _of_spans(path: Path, begin: float, end: float) -> Iterator[Event]:
             "dur": duration,
             "args": span.get("attributes", {}),
         }
-
-
-def _read_spans(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields the complete lines; the last line of a killed run may be incomplete."""
-    for line in read_spans(path):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
