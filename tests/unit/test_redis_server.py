@@ -245,12 +245,12 @@ class TestRefusals:
     def test_a_port_taken_in_the_last_moment_is_replaced(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        free = redis_server._free_port
+        free = redis_server.unused_port
         with socket.socket() as holder:
             holder.bind(("127.0.0.1", 0))
             holder.listen()
             ports = [holder.getsockname()[1], holder.getsockname()[1], free()]
-            monkeypatch.setattr(redis_server, "_free_port", lambda: ports.pop(0))
+            monkeypatch.setattr(redis_server, "unused_port", lambda: ports.pop(0))
             with RedisServer.start(tmp_path) as server:
                 assert server.port != holder.getsockname()[1]
         assert ports == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -39,6 +40,13 @@ def ports_to_try(port: int) -> Sequence[int]:
     """Returns the ports to try in order for a server on `port`; 0 asks for a free one."""
     ports = None if port else given_ports()
     return [port] if ports is None else _RANDOM.sample(ports, len(ports))
+
+
+def unused_port() -> int:
+    """Returns a port of the kernel's range that is free on loopback at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def kernel_ports() -> range | None:

@@ -18,7 +18,7 @@ from paceline.engines.registry import ENGINES
 from paceline.service import packages
 from paceline.service.host_memory import free_host_bytes
 from paceline.service.observability.gpu_metrics import visible_gpus
-from paceline.service.ports import kernel_ports
+from paceline.service.ports import kernel_ports, unused_port
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 # Kubernetes publishes services on the ports from 30000 on.
@@ -109,9 +109,7 @@ def free_port(among: range | None = None) -> int:
         raise EnvironmentLackError(
             f"no port of service.ports={among[0]}-{among[-1]} is free; name a wider range"
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return unused_port()
 
 
 def _gpu_indices() -> list[int]:

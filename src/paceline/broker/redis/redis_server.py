@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from redis.retry import Retry
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.host_memory import host_bytes
+from paceline.service.ports import unused_port
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class RedisServer:
         self.stop(timeout_s=_RESTART_GRACE_S)
         deadline = time.monotonic() + timeout_s
         for attempt in range(_PORT_ATTEMPTS):
-            self.port = self.port or _free_port()
+            self.port = self.port or unused_port()
             self._launch(keep_data=keep_data)
             if self._wait_ready(deadline):
                 self._fixed_port = self.port  # clients know it from now on
@@ -346,10 +346,3 @@ class RedisServer:
 def _quoted(path: Path) -> str:
     text = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from paceline.rollout.engines.ranked_engine import RankedEngine, merged_receipt,
 from paceline.rollout.engines.sglang import arguments
 from paceline.rollout.engines.sglang.link import Link
 from paceline.rollout.engines.sglang.sampler import GREEDY
+from paceline.service.ports import unused_port
 from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class SglangEngine(RankedEngine):
         assert engine._link is not None
         try:
             variables, share = arguments.environment(config), config.rollout.gpu_memory_utilization
-            await asyncio.to_thread(engine._link.start, given, variables, _free_port(), share)
+            await asyncio.to_thread(engine._link.start, given, variables, unused_port(), share)
             facts = await engine.call_workers("paceline_facts", (), _START_S)
         except PeerLostError as error:
             engine._link.kill()
@@ -348,9 +348,3 @@ def _sample(response: _Response, end: FinishReason) -> Sample:
     return Sample(
         token_ids=np.asarray(response.token_ids, dtype=np.int32), log_probs=log_probs, finish_reason=end
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
