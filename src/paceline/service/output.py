@@ -16,7 +16,8 @@ def write_whole_lines() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         is_own = stream is getattr(sys, f"__{name}__")
-        if is_own and isinstance(raw := getattr(stream, "buffer", None), io.RawIOBase):
+        if is_own and isinstance(getattr(stream, "buffer", None), io.RawIOBase):
+            # A file of its own: `stream` stays open, whatever becomes of this one.
+            raw = io.FileIO(stream.fileno(), "w", closefd=False)
             buffer = io.BufferedWriter(raw)
-            lines = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
-            setattr(sys, name, lines)
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
