@@ -51,7 +51,7 @@ async def test_a_store_dies_at_any_event(killed: str, tmp_path: Path) -> None:
         fleet = fleet_of(tmp_path / f"{number}")
         what = f"{killed}, store lost after {number}: {events[number]}"
         lose = functools.partial(fleet.lose_store, "0")
-        assert await fleet.live(emptying(lose, number, killed)) is (killed == "never"), what
+        assert await fleet.live(emptying(lose, events, number, killed)) is (killed == "never"), what
         assert killed == "never" or await fleet.live(nothing), what
         check(fleet, calm, what)
         assert fleet.restarts == 0, what
@@ -74,7 +74,7 @@ async def test_a_store_dies_while_a_later_step_is_sampled(killed: str, tmp_path:
         fleet = fleet_of(tmp_path / f"{number}", **BOUNDED)
         what = f"{killed}, store lost after {number}: {events[number]}"
         lose = functools.partial(fleet.lose_store, "0")
-        assert await fleet.live(emptying(lose, number, killed)) is (killed == "never"), what
+        assert await fleet.live(emptying(lose, events, number, killed)) is (killed == "never"), what
         assert killed == "never" or await fleet.live(nothing), what
         (fleet.folder / "config.resolved.yaml").write_text(config(**fleet.changes).model_dump_json())
         findings = verify(fleet.folder)
