@@ -143,6 +143,9 @@ def test_ranks_divide_experts_only_as_far_as_the_update_does_not_fit() -> None:
     assert divided(copies, 48, TEN_WITH_EXPERTS) == (1, 1, False)
     assert divided(long_run(7168, world_size=128, actor={"compile": True}), 80)[1:] == (1, False)
     assert divided(run, 80, DEEPSEEK | {"n_routed_experts": 257})[1] == 1
+    assert divided(run, 80, DEEPSEEK | {"model_type": "llama4_text"})[1:] == (1, False)
+    assert divided(long_run(1024, world_size=6), 28, TEN_WITH_EXPERTS) == (1, 2, True)
+    assert divided(long_run(1024, world_size=6), 24, TEN_WITH_EXPERTS) == (1, 1, False), "4 of 6 ranks"
 
 
 def test_ranks_share_rows_of_models_whose_experts_cannot_be_divided() -> None:
