@@ -96,8 +96,8 @@ def choose_update(
             that they may take has room for them.
     """
     known = [gpu for gpu in learner_gpus if gpu in totals]
-    sizes = [size for size in config.context_sizes if shape is not None and shape.num_heads % size == 0]
-    if shape is None or not known or not sizes:
+    meshes = [] if shape is None else _meshes(config, shape)
+    if shape is None or not known or not meshes:
         return least_update(config)
     free = min(
         totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
@@ -123,8 +123,7 @@ def choose_update(
             and all(stays + engine_budget(config, total) <= total for total in shared)
         )
 
-    meshes = [(context, experts) for context in sizes for experts in _expert_sizes(config, shape)]
-    for context, experts in sorted(meshes, key=lambda mesh: (math.prod(mesh), mesh)):
+    for context, experts in meshes:
         fitting = [choice for choice in _choices(config, shape, context, experts) if has_room(choice)]
         if fitting:
             return replace(min(fitting, key=seconds), fits=True)
@@ -145,6 +144,13 @@ def least_update(config: RunConfig) -> UpdateChoice:
         context=settled.learner.num_context_ranks,
         experts=settled.learner.num_expert_ranks,
     )
+
+
+def _meshes(config: RunConfig, shape: ModelShape) -> list[tuple[int, int]]:
+    """Returns how many ranks share a row and divide experts, as pairs to try, the fewest ranks first."""
+    sizes = [size for size in config.context_sizes if shape.num_heads % size == 0]
+    meshes = [(context, experts) for context in sizes for experts in _expert_sizes(config, shape)]
+    return sorted(meshes, key=lambda mesh: (math.prod(mesh), mesh))
 
 
 def _expert_sizes(config: RunConfig, shape: ModelShape) -> list[int]:

@@ -84,13 +84,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     clock = SystemClock()
     journal, run_id, notices = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
-    telemetry.setup(
-        "controller",
-        run_dir=options.run_dir,
-        otlp_endpoint=config.telemetry.otlp_endpoint,
-        prometheus_port=config.telemetry.prometheus_port,
-        instance="controller",
-    )
+    _start_telemetry(config, options)
     events = _events(notices)
     broker = await _connect(context, config, broker_url, stores, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
@@ -101,11 +95,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
     supervisor = Supervisor(fleet, journal, events, clock)
     observe_run(run, progress, fleet, clock)
-    measuring = context.spawn(
-        "mailbox lengths",
-        measure_mailboxes(broker, run_id, progress, in_flight=config.pushes_in_flight),
-    )
-    context.defer("mailbox lengths", lambda: cancel(measuring))
+    _measure_mailboxes(context, run, progress, broker)
     stop = asyncio.get_running_loop().create_future()
     channels = Channels(config, credentials, journal.term)
     context.defer("channels", channels.close)
@@ -130,14 +120,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         run,
         progress,
         inputs=inputs,
-        collector=Collector(
-            run,
-            broker=broker,
-            mailboxes=mailboxes,
-            dispatcher=Dispatcher(run, broker, inputs.images),
-            wait_for_services=lambda: _services(supervisor, config.service.recovery_timeout_s),
-            count=progress.count,
-        ),
+        collector=_collector(run, progress, broker, mailboxes, inputs, supervisor),
         learner=learner,
         push=WeightPush(epochs, learner, rollout),
         supervisor=supervisor,
@@ -179,6 +162,42 @@ async def _dataflow(config: RunConfig, inputs: Inputs) -> Dataflow:
     if config.trainer.dataflow not in (None, FLOW):
         log.info("dataflow: %s", await rehearse(flow, config, inputs))
     return flow
+
+
+def _measure_mailboxes(context: ServiceContext, run: Run, progress: Progress, broker: Broker) -> None:
+    measuring = context.spawn(
+        "mailbox lengths",
+        measure_mailboxes(broker, run.id, progress, in_flight=run.config.pushes_in_flight),
+    )
+    context.defer("mailbox lengths", lambda: cancel(measuring))
+
+
+def _start_telemetry(config: RunConfig, options: Options) -> None:
+    telemetry.setup(
+        "controller",
+        run_dir=options.run_dir,
+        otlp_endpoint=config.telemetry.otlp_endpoint,
+        prometheus_port=config.telemetry.prometheus_port,
+        instance="controller",
+    )
+
+
+def _collector(
+    run: Run,
+    progress: Progress,
+    broker: Broker,
+    mailboxes: Mailboxes,
+    inputs: Inputs,
+    supervisor: Supervisor,
+) -> Collector:
+    return Collector(
+        run,
+        broker=broker,
+        mailboxes=mailboxes,
+        dispatcher=Dispatcher(run, broker, inputs.images),
+        wait_for_services=lambda: _services(supervisor, run.config.service.recovery_timeout_s),
+        count=progress.count,
+    )
 
 
 def validation_collector(
