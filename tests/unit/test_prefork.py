@@ -99,6 +99,42 @@ def test_the_engine_core_is_forked_with_what_was_imported_and_the_environment_th
             time.sleep(0.05)
 
 
+ON_GPUS = textwrap.dedent(
+    """
+    import os, sys, threading, time
+    from multiprocessing import forkserver
+    from pathlib import Path
+    from paceline.rollout.engines.vllm.start import prefork
+    from paceline.service import packages
+
+    packages.version = {"vllm": "0.24.0"}.get
+    go, slow = threading.Event(), Path(sys.argv[1]) / "slow_import.py"
+    slow.write_text("import threading; assert threading.current_thread().go.wait(20); DONE = True")
+    sys.path.insert(0, sys.argv[1])
+    prefork._IN_SERVER = ("slow_import", "colorsys")
+    threading.Thread.go = go
+    prefork.begin()
+    assert "colorsys" not in sys.modules, "the server waits for vLLM before it asks the controller"
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert not {"HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"} & set(os.environ)
+    threading.Timer(0.3, go.set).start()
+    prefork.wait()
+    assert sys.modules["slow_import"].DONE and "colorsys" in sys.modules
+    assert forkserver._forkserver._forkserver_pid is None
+    packages.version = {}.get
+    prefork._importing = None
+    prefork.begin()
+    assert prefork._importing is None
+    """
+)
+
+
+def test_for_gpus_a_thread_imports_vllm_and_a_fork_waits_for_it(tmp_path: Path) -> None:
+    ours = ("HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE", "VLLM_USE_FLASHINFER_SAMPLER")
+    environ = {name: value for name, value in os.environ.items() if name not in ours}
+    subprocess.run([sys.executable, "-c", ON_GPUS, tmp_path], env=environ, check=True, timeout=60)
+
+
 def works(process: psutil.Process) -> bool:
     """Not all first processes of containers collect those that have ended."""
     try:

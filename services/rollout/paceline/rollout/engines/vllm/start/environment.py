@@ -75,24 +75,28 @@ def prepare(
         environ.setdefault(name, value)
 
 
-def prepare_import() -> None:
-    """Sets the variables that no configuration changes, on a machine without a GPU; call it before an import.
+def prepare_import(*, on_cpu: bool) -> None:
+    """Sets the variables that no configuration changes; call it before an import.
 
     Access to the hub stays possible, because a server fetches a model that is given by name.
     """
     for name, value in _ALWAYS.items():
         if name != _OFFLINE:
             os.environ.setdefault(name, value)
-    prepare_cpu(os.environ)
+    if on_cpu:
+        prepare_cpu(os.environ)
 
 
 def apply() -> None:
     """Applies the current variables to a process that has already imported vLLM."""
+    import torch
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = os.environ[_OFFLINE] == "1"
-    for handler in logging.getLogger("vllm").handlers:
-        handler.setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+    logger = logging.getLogger("vllm")
+    for target in (logger, *logger.handlers):
+        target.setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 def in_this_process() -> dict[str, str]:

@@ -1,8 +1,11 @@
-"""One import of vLLM for a rollout server and its engine's processes; for the CPU only.
+"""Imports vLLM before a rollout server knows its run: eight seconds of CPU time.
 
-An import of vLLM takes eight seconds of CPU time. By default, the server, the engine core and each worker
-import vLLM one after another. Here the server imports it first, while it has no threads. It then forks
-multiprocessing's fork server; the engine core is forked from that, and the workers from the engine core.
+For GPUs, a thread imports it while the server waits for the controller.
+
+For the CPU, it is also one import for all of an engine's processes. By default, the server, the engine core
+and each worker import vLLM one after another. Here the server imports it first, while it has no threads. It
+then forks multiprocessing's fork server; the engine core is forked from that, and the workers from the engine
+core.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -36,35 +40,48 @@ MODULES: Final = (
 """Modules that the engine's processes import; each process imports any others itself."""
 
 _IN_SERVER: Final = ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm")
-_has_begun = False
+_importing: threading.Thread | None = None
 
 
 def begin() -> None:
-    """Imports vLLM and forks the fork server, if the installed vLLM is the one for the CPU.
+    """Begins to import vLLM, if it is installed; for the CPU, imports it and forks the fork server.
 
     Call it in a process that has no threads. If vLLM cannot be imported, it does nothing: the engine's start
     says why.
     """
-    global _has_begun
-    if not VLLM.has_cpu_build:
-        return
-    _can_be_titled()
-    environment.prepare_import()
+    global _importing
+    if VLLM.has_cpu_build:
+        _can_be_titled()
+        environment.prepare_import(on_cpu=True)
+        if _imported((*MODULES, *_IN_SERVER)):
+            _fork()
+    elif VLLM.installed_build:
+        environment.prepare_import(on_cpu=False)
+        _importing = threading.Thread(
+            target=_imported, args=(_IN_SERVER,), name="import of vLLM", daemon=True
+        )
+        _importing.start()
+
+
+def wait() -> None:
+    """Waits until the thread of `begin` has ended: a fork would take its locks along."""
+    if _importing is not None:
+        _importing.join()
+
+
+def _imported(modules: Sequence[str]) -> bool:
     try:
         with without_collections():
-            for name in (*MODULES, *_IN_SERVER):
+            for name in modules:
                 importlib.import_module(name)
     except Exception:  # an import may raise anything
         log.debug("vLLM cannot be imported", exc_info=True)
-        return
-    _fork()
-    _has_begun = True
+        return False
+    return True
 
 
 def start() -> BaseContext:
     """Returns the context for the engine core; starts a fork server, without waiting, if there is none."""
-    if _has_begun:
-        environment.apply()
     context = _Context()
     context.set_forkserver_preload(list(MODULES))
     forkserver.ensure_running()
@@ -94,13 +111,10 @@ class _Context(ForkServerContext):
 
 
 def _run(environ: Mapping[str, str], target: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    import torch
-
     _can_be_titled()
     os.environ.clear()
     os.environ.update(environ)
     environment.apply()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     target(**arguments)
 
 

