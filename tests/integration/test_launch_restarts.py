@@ -201,26 +201,28 @@ def fail_twice(run: Run, name: str, folder: Path) -> None:
 
 def test_a_start_that_failed_for_a_reason_that_may_pass_is_tried_again(tmp_path: Path) -> None:
     """Exit code 4, as of an engine beside which the GPU's memory changed; 1 would end the run."""
-    starts = tmp_path / "starts"
     fails = (
-        f"import sys; file = open({str(starts)!r}, 'a'); file.write('x'); file.close(); "
-        f"len(open({str(starts)!r}).read()) > 2 or sys.exit(4);"
+        f"import sys; folder = pathlib.Path({str(tmp_path)!r}); (folder / f'{{os.getpid()}}.start').touch(); "
+        "len([*folder.glob('*.start')]) > 2 or sys.exit(4);"
     )
     run = Run(tmp_path, "wait", {"rollout-0": fails + WELL, "reward": WELL})
     note = run.read_until("starting rollout-0 again (2 of at most 2")
     assert "rollout-0 ended unexpectedly (exit code 4)" in note
+    run.wait_for_pids(3, suffix=".start", folder=tmp_path)
     run.wait_for_pids(4)
     run.wait_for_state("running")
     run.wait_for_another_pid("rollout-0")
-    assert starts.read_text() == "xxx"
     assert run.stop() == STOPPED
+    starts = [*tmp_path.glob("*.start")]
+    assert len(starts) == 3
+    for start in starts:
+        start.unlink()
     (tmp_path / "second").mkdir()
-    starts.unlink()
     run = Run(tmp_path / "second", "wait", {"rollout-0": fails.replace("exit(4)", "exit(1)") + WELL})
     ok, code, message = run.finish()
     assert (ok, code) == (False, 1)
     assert message.startswith("rollout-0 ended unexpectedly (exit code 1)")
-    assert starts.read_text() == "x"
+    assert len([*tmp_path.glob("*.start")]) == 1
 
 
 def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_path: Path) -> None:
@@ -231,6 +233,7 @@ def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_p
         "from paceline.reward.models.deadline import or_end\n"
         "names = 'PACELINE_REWARD_TOKEN', 'REWARD_PORT'\n"
         f"print(*(os.environ.get(name) for name in names), file=open({str(seen)!r}, 'a'))\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.ready').touch()\n"
         f"if len(open({str(seen)!r}).readlines()) == 1:\n"
         "    started = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
         f"    open({str(child)!r}, 'w').write(str(started.pid))\n"
@@ -240,6 +243,7 @@ def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_p
     models = [{"name": "rm", "path": "x"}]
     run = Run(tmp_path, "wait", {"reward": WELL, "reward-model-rm-0": text + WELL}, models=models)
     assert "reward-model-rm-0 ended unexpectedly (exit code 1)" in run.read_until("starting reward-model")
+    run.wait_for_pids(2, suffix=".ready", folder=tmp_path)
     run.wait_for_pids(3)
     run.wait_for_state("running")
     run.tell_states("reward serving\n")
