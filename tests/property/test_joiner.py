@@ -158,6 +158,8 @@ def test_long_answers_are_cut() -> None:
     [
         ("qwen2.5", "tool", True),
         ("qwen3", "tool", True),
+        ("qwen3.5", "tool", True),
+        ("glm4.5", "tool", True),
         ("llama3", "tool", True),
         ("smollm2", "tool", False),
         ("gemma", "user", False),

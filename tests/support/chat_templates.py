@@ -1,4 +1,4 @@
-"""Chat templates of our own that write conversations in the forms of five model families, and a tokenizer.
+"""Chat templates of our own that write conversations in the forms of seven model families, and a tokenizer.
 
 The text is ours; the forms are the families': which tokens open and end a turn, what follows the end, how
 tools are shown, how a tool's answer is written, what an earlier turn loses.
@@ -47,6 +47,47 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+# Calls name the function and each parameter in tags; a turn follows an empty thought; a user must have asked.
+QWEN3_5 = (
+    "{% if not messages|selectattr('role', 'equalto', 'user')|list %}{{ raise_exception('no question') }}"
+    "{% endif %}{% if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for tool in tools %}"
+    "{{ '\\n' + tool|tojson }}{% endfor %}"
+    "{{ '\\n<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n' }}"
+    "{{ '</function>\\n</tool_call>' }}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{% set content = m.content|trim %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}{% set said = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + said }}"
+    "{% for c in m.tool_calls or [] %}{{ '\\n\\n<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
+    "{% for key, value in c.function.arguments|items %}"
+    "{{ '<parameter=' + key + '>\\n' + (value if value is string else value|tojson) + '\\n</parameter>\\n' }}"
+    "{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+
+# No token ends a turn but the next one's role; keys and values of a call have tags of their own.
+GLM4_5 = (
+    "{{ '[gMASK]<sop>' }}{% if tools %}{{ '<|system|>\\n# Tools\\n' }}{% for tool in tools %}"
+    "{{ tool|tojson + '\\n' }}{% endfor %}"
+    "{{ '<tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>' }}"
+    "{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|assistant|>\\n<think></think>\\n' }}"
+    "{{ m.content.split('</think>')[-1]|trim }}{% for c in m.tool_calls or [] %}"
+    "{{ '\\n<tool_call>' + c.function.name }}{% for key, value in c.function.arguments|items %}"
+    "{{ '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}"
+    "{{ (value if value is string else value|tojson) + '</arg_value>' }}{% endfor %}"
+    "{{ '\\n</tool_call>' }}{% endfor %}"
+    "{% else %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n<think></think>\\n' }}{% endif %}"
+)
+
 # Headers; contents are trimmed; a tool answers in the role ipython; tools in the first user message.
 LLAMA3 = (
     "{{ '<|begin_of_text|>' }}"
@@ -83,6 +124,8 @@ GEMMA = (
 TEMPLATES = {
     "qwen2.5": (QWEN2_5, ("<|im_end|>", "<|endoftext|>")),
     "qwen3": (QWEN3, ("<|im_end|>", "<|endoftext|>")),
+    "qwen3.5": (QWEN3_5, ("<|im_end|>", "<|endoftext|>")),
+    "glm4.5": (GLM4_5, ("<|observation|>", "<|user|>", "<|endoftext|>")),
     "llama3": (LLAMA3, ("<|eot_id|>", "<|eom_id|>")),
     "smollm2": (SMOLLM2, ("<|im_end|>",)),
     "gemma": (GEMMA, ("<end_of_turn>", "<eos>")),
@@ -93,6 +136,7 @@ SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
 )
+_OF_GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 
 @functools.cache
@@ -111,7 +155,7 @@ def tokenizer(template: str) -> Any:
         tokenizer_object=inner,
         bos_token="<bos>",
         eos_token="<|im_end|>",
-        additional_special_tokens=list(SPECIAL),
+        additional_special_tokens=[*SPECIAL, *(_OF_GLM if _OF_GLM[0] in template else ())],
     )
     made.add_tokens(["<tool_call>", "</tool_call>"])
     made.chat_template = template

@@ -153,6 +153,7 @@ def episodes(
     max_prompt_tokens: int = 200,
     max_context_tokens: int = 0,
     show_tools: bool = False,
+    call_format: str = "tagged",
     **changes: Any,
 ) -> Episodes:
     """Episodes with the test's tokenizer."""
@@ -160,7 +161,7 @@ def episodes(
         limits=limits(**changes),
         joiner=Joiner(TOKENIZER, [END], show_tools=show_tools, observation_tokens=50),
         tokenizer=TOKENIZER,
-        call_format="tagged",
+        call_format=call_format,
         max_prompt_tokens=max_prompt_tokens,
     )
     return Episodes(

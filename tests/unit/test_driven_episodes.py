@@ -23,6 +23,7 @@ from paceline.rollout.episodes.agents.endpoint import AgentEndpoint, EpisodeInbo
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import Slot
+from paceline.rollout.episodes.tools.calls import write_call
 from paceline.sdk import Environment
 from paceline.sdk.served.sessions import Sessions
 from support import hostile_requests
@@ -43,6 +44,12 @@ class Counted(Slot):
 
     def resume(self) -> None:
         self.events.append("resume")
+
+
+async def test_an_agent_gets_the_numbers_of_a_call_in_tags() -> None:
+    engine = Script(write_call("add", {"a": 1, "b": 2}, "xml"), "It is 3")
+    [drawn] = await play(calculate, engine, call_format="xml")
+    assert "<tool_response>\n3\n</tool_response>" in text(drawn.token_ids.tolist())
 
 
 async def test_an_unchanged_client_token_by_token() -> None:

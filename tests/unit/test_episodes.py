@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigError, InvalidMessageError, NumericsError, PeerLostError
-from paceline.core.samples.chat import Message, ToolCall
+from paceline.core.samples.chat import Message, ToolCall, ToolSpec
 from paceline.core.samples.trajectory import FinishReason, sampled_spans
 from paceline.rollout.episodes.environment import EnvironmentLostError, Opening
 from paceline.rollout.episodes.loop import Slot, turn_seed
@@ -19,6 +19,7 @@ from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.tools import calls
 from paceline.rollout.episodes.tools.tool_pool import ToolPool
 from paceline.service.children.process import ChildProcess
+from support.chat_templates import TEMPLATES
 from support.episodes import END, Echo, Script, call, episodes, group, ids, text
 
 TOOLS = "support.tools"
@@ -256,8 +257,95 @@ def test_formats_of_calls() -> None:
     assert calls.read_action(f"I say {bare}", "json", 1).tool_calls == ()
     assert calls.read_action(bare, "tagged", 1).tool_calls == ()
     assert len(calls.read_action(call("a") + call("b"), "tagged", 1).tool_calls) == 2
-    with pytest.raises(ConfigError, match="auto, tagged, json"):
-        calls.check_format("xml")
+    with pytest.raises(ConfigError, match="auto, tagged, json, xml, glm"):
+        calls.check_format("yaml")
+
+
+ADD = ToolSpec(
+    name="add",
+    description="",
+    parameters={
+        "properties": {
+            "a": {"type": "integer"},
+            "text": {"type": "string"},
+            "maybe": {"type": ["string", "null"]},
+            "yes": {"type": "boolean"},
+            "numbers": {"type": "array"},
+            "odd": "no schema",
+        }
+    },
+)
+TYPED = {"a": 12, "text": "12", "maybe": "3", "yes": True, "numbers": [1, 2], "odd": 4, "other": "x + 1"}
+WRITTEN = {"a": "12", "text": "12", "maybe": "3", "yes": "True", "numbers": "[1, 2]", "odd": "4"}
+WRITTEN["other"] = "x + 1"
+XML = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in WRITTEN.items())
+GLM = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in WRITTEN.items())
+
+
+@pytest.mark.parametrize(
+    ("call_format", "written", "problem"),
+    [
+        ("xml", f"<tool_call>\n<function=add>\n{XML}</function>\n</tool_call>", ""),
+        ("xml", f"<tool_call><function=add>{XML.replace(chr(10), '')}</function></tool_call>", ""),
+        ("glm", f"<tool_call>add\n{GLM}</tool_call>", ""),
+        ("glm", f"<tool_call>add{GLM.replace(chr(10), '')}", ""),
+        ("xml", '<tool_call>{"name": "add"}</tool_call>', "it is not <function=NAME>...</function>"),
+        ("xml", "<tool_call><function=add><parameter=a>1</parameter>", "it is not <function=NAME>"),
+        ("xml", "<tool_call><function=add><parameter=a>1</function></tool_call>", "from '<parameter=a>1' on"),
+        ("xml", "<tool_call><function=add>1, 2</function></tool_call>", "from '1, 2' on"),
+        ("glm", "<tool_call><arg_key>a</arg_key></tool_call>", "it is not a name"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>", "from '<arg_key>a</arg_key>' on"),
+    ],
+)
+def test_calls_in_tags_have_the_types_of_the_schema(call_format: str, written: str, problem: str) -> None:
+    [read] = calls.read_action(f"Well. {written}", call_format, 1, [ADD]).tool_calls
+    assert problem in read.problem
+    assert bool(read.problem) is bool(problem)
+    if not problem:
+        assert (read.name, read.arguments) == ("add", TYPED)
+        assert calls.without_calls(f"Well. {written}", call_format) == "Well."
+
+
+@pytest.mark.parametrize("call_format", calls.FORMATS)
+def test_a_call_is_read_as_it_was_written(call_format: str) -> None:
+    arguments = {"a": 12, "text": " two\nlines ", "yes": False, "numbers": [1]}
+    written = calls.write_call("add", arguments, call_format)
+    assert [read.arguments for read in calls.read_action(written, call_format, 1, [ADD]).tool_calls] == [
+        arguments
+    ]
+    [read] = calls.read_action(calls.write_call("add", {}, call_format), call_format, 1).tool_calls
+    assert (read.name, read.arguments, read.problem) == ("add", {}, "")
+
+
+@pytest.mark.parametrize("call_format", ["xml", "glm"])
+async def test_a_tool_gets_the_numbers_of_a_call_in_tags(call_format: str) -> None:
+    engine = Script(calls.write_call("add", {"a": 1, "b": 2}, call_format), "It is 3")
+    async with tools("add") as pool:
+        [drawn] = await draw(engine, pool, call_format=call_format)
+    assert "<tool_response>\n3\n</tool_response>" in text(drawn.token_ids.tolist())
+
+
+def test_a_long_call_in_tags_is_refused_at_once() -> None:
+    """The time of an expression that goes back for each tag would grow with the square of the length."""
+    for call_format, written in (
+        ("xml", "<tool_call><function=a>" + "<parameter=b>1" * 100_000 + "</function>"),
+        ("glm", "<tool_call>a" + "<arg_key>b</arg_key><arg_value>" * 100_000),
+    ):
+        [read] = calls.read_action(written, call_format, 1).tool_calls
+        assert "cannot be read" in read.problem
+
+
+def test_the_format_of_calls_is_that_of_the_template() -> None:
+    formats = {family: calls.format_of(template) for family, (template, _) in TEMPLATES.items()}
+    assert formats == {
+        "qwen2.5": "tagged",
+        "qwen3": "tagged",
+        "qwen3.5": "xml",
+        "glm4.5": "glm",
+        "llama3": "json",
+        "smollm2": "tagged",
+        "gemma": "tagged",
+    }
 
 
 async def said(pool: ToolPool, call: ToolCall) -> str:

@@ -55,10 +55,12 @@ class EpisodeConfig(Section):
     tool_memory_mib: int = Field(
         2048, gt=0, description="Most memory of a process that calls rollout.tools, in MiB."
     )
-    call_format: Literal["auto", "tagged", "json"] = Field(
+    call_format: Literal["auto", "tagged", "json", "xml", "glm"] = Field(
         "auto",
-        description="How the policy writes tool calls. tagged: JSON in <tool_call> tags; json: the answer is "
-        "JSON and nothing else; auto: by the chat template.",
+        description="How the policy writes tool calls. tagged: JSON in <tool_call> tags; xml: in these tags, "
+        "a tag for the function and one for each parameter (Qwen 3 Coder, Qwen 3.5); glm: in these tags, the "
+        "name, and tags for keys and values (GLM-4.5); json: the answer is JSON and nothing else; auto: by "
+        "the chat template.",
     )
     show_tools: bool = Field(
         True, description="The chat template describes the tools to the model; false: the prompts do."

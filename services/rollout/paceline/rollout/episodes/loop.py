@@ -12,11 +12,11 @@ import abc
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import InvalidMessageError
-from paceline.core.samples.chat import Message
+from paceline.core.samples.chat import Message, ToolSpec
 from paceline.core.samples.trajectory import FinishReason, PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Sample, SampleRequest
@@ -118,10 +118,10 @@ class EpisodeRunner(abc.ABC):
             cache_salt=str(group.policy),
         )
 
-    def _sampled(self, sample: Sample) -> Message:
-        """Counts a turn of the policy; returns its text, with the calls in it."""
+    def _sampled(self, sample: Sample, tools: Sequence[ToolSpec]) -> Message:
+        """Counts a turn of the policy; returns its text, with the calls of these tools in it."""
         text = self._rules.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
-        action = read_action(text, self._rules.call_format, self._standing.num_turns + 1)
+        action = read_action(text, self._rules.call_format, self._standing.num_turns + 1, tools)
         self._move(
             states.TurnSampled(
                 num_tokens=len(sample.token_ids),
@@ -150,6 +150,7 @@ class _Episode(EpisodeRunner):
     def __init__(self, attempt: AttemptParts) -> None:
         super().__init__(attempt)
         self._session = attempt.session
+        self._tools: Sequence[ToolSpec] = ()
 
     async def _play(self) -> Draw:
         recorder = await self._open()
@@ -157,7 +158,7 @@ class _Episode(EpisodeRunner):
             seed = turn_seed(self._group.seeds[self._attempt.index], turn)
             sample = await self._attempt.generate(self._request(recorder.context, seed))
             recorder.sampled(sample)
-            action = self._sampled(sample)
+            action = self._sampled(sample, self._tools)
             if self._standing.phase is EpisodePhase.ACTING:
                 between = await self._act(turn, action)
             if self._standing.phase is EpisodePhase.CLOSING:
@@ -168,6 +169,7 @@ class _Episode(EpisodeRunner):
     async def _open(self) -> Recorder:
         with self._slot.paused():
             opening = await self._session.open()
+        self._tools = opening.tools
         prompt = self._prompt(opening)
         if len(prompt) > self._rules.max_prompt_tokens:
             raise InvalidMessageError(

@@ -114,7 +114,7 @@ class _Episode(EpisodeRunner):
         finally:
             self._slot.pause()
         self._conversation.take(place).sampled(sample)
-        action = self._sampled(sample)
+        action = self._sampled(sample, request.tools)
         self._idle_since = time.monotonic()
         if self._standing.stop_reason == "max_tool_calls":
             self._check_open()
