@@ -47,8 +47,9 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
+from paceline.learner.distributed.shards import local_rows
 from paceline.learner.model.decoder.layers import LayerOptions
-from paceline.learner.model.loading import Precision, hugging_face_names, local_rows, unfilled_policy
+from paceline.learner.model.loading import Precision, hugging_face_names, unfilled_policy
 from paceline.learner.train.state.learner import DTYPES, Learner
 from paceline.learner.train.state.shared_prompts import SharedPrompts, SharingMode
 from paceline.learner.train.step import train_step

@@ -18,10 +18,11 @@ from paceline.core.errors import ConfigError
 from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.distributed.shards import local_rows
 from paceline.learner.export import export
 from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder.layers import LayerOptions
-from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy, local_rows
+from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy
 from paceline.learner.model.lora import A, B, _MergedExperts, base_alone, is_adapter, merged, with_adapters
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import Learner

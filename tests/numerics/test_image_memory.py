@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModel
 
 from paceline.core.policy import TrainedVision
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.distributed.shards import local_rows
 from paceline.learner.model.image_states import train_tower, vision_tower
-from paceline.learner.model.loading import as_fsdp, local_rows
+from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.networks import body_of
 from paceline.models.model_shape import ModelShape
 from paceline.models.tower_shape import TowerShape

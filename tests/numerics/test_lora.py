@@ -22,6 +22,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load, load_newest
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.distributed.shards import local_rows
 from paceline.learner.export import export
 from paceline.learner.model.loading import (
     Precision,
@@ -30,7 +31,6 @@ from paceline.learner.model.loading import (
     forget_forward_passes,
     hugging_face_names,
     load_policy,
-    local_rows,
 )
 from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork

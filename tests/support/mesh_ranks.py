@@ -32,7 +32,9 @@ GRID = (
     ("4 copies", "lean"),
     ("context 4", "windows"),
     ("context 2", "images"),
+    ("context 4, 2 copies", "corrections"),
     ("experts 2, 2 copies", "experts"),
+    ("experts 2, context 2", "corrections"),
     ("experts 4", "experts"),
 )
 """What `make test-more` compares beside them; with these there is each mesh and each variant."""

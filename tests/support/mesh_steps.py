@@ -24,6 +24,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.model.lora import adapter_names, with_adapters
 from paceline.learner.train.state.learner import Learner
+from paceline.weights import corrections
 from support import image_ranks, image_rows
 from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE, run_config
@@ -55,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "shared prompts": ("qwen2", {"actor": {"shared_prompts": "on"}}),
     "adapters": ("qwen3_moe", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
     "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
+    "corrections": ("glm4_moe", {"actor": {"router_bias_update_rate": 0.01}}),
     "replay": ("qwen3_moe", {"actor": {"shared_prompts": "on", "router_replay": True, "use_kl_loss": True}}),
     "teacher": (
         "qwen2",
@@ -165,7 +167,7 @@ def steps(
 
 
 def parameters_of(learner: Learner) -> dict[str, Tensor]:
-    """All parameters that train, and a model with merged adapters, unsharded."""
+    """All parameters that change, and a model with merged adapters, unsharded."""
     parameters = dict[str, Tensor]()
     for kind, trainable in trainables_of(learner).items():
         network: Any = trainable.network
@@ -173,7 +175,7 @@ def parameters_of(learner: Learner) -> dict[str, Tensor]:
         has_adapters = bool(adapter_names(network))
         with with_adapters(network):
             for name, parameter in hugging_face_names(network):
-                if parameter.requires_grad or has_adapters:
+                if parameter.requires_grad or has_adapters or name.endswith(corrections.PARTS):
                     parameters[f"{kind}.{name}"] = full(parameter.detach())
     return parameters
 

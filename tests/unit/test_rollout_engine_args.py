@@ -317,6 +317,7 @@ def test_triton_multiplies_float32_in_float32(dtype: str, precision: str | None)
     ("layers", "width", "rollout", "chosen"),
     [
         (24, 896, {}, GRAPHS_ALONE),
+        (36, 2048, {}, GRAPHS_ALONE),
         (28, 3584, {}, None),
         (24, 896, {"enforce_eager": True}, None),
         (24, 896, {"engine_kwargs": {"compilation_config": {"mode": 3}}}, {"mode": 3}),

@@ -234,6 +234,7 @@ def config(**sections: Any) -> RunConfig:
         ({"actor": {"policy_loss": "kl_cov"}}, "read the log-probs of all samples"),
         ({"actor": {"positive_loss_coef": 0.1}}, "counts of their own"),
         ({"actor": {"load_balance_coef": 0.1}}, "counts of their own"),
+        ({"actor": {"router_bias_update_rate": 0.1}}, "counts of their own"),
         ({"algorithm": {"dynamic_sampling": {"enable": True}}}, "the place of a sample in the batch"),
         ({"placement": "colocated"}, "take turns on the same GPUs"),
         ({"rollout": {"sleep": "always"}}, "take turns on the same GPUs"),

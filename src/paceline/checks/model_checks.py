@@ -109,7 +109,8 @@ def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
     The number of experts has several names in config.json.
     """
     has_experts = any("experts" in key and value for key, value in text.items())
-    config.actor.require_experts(config.model.path, has_experts=has_experts)
+    corrects_scores = family_of(text.get("model_type")).corrects_scores
+    config.actor.require_experts(config.model.path, has_experts=has_experts, corrects_scores=corrects_scores)
     config.learner.require_experts(config.model.path, num_experts_of(text))
     if config.actor.router_replay:
         _room_for_choices(config, text)

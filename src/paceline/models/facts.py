@@ -39,6 +39,7 @@ class ModelFamily:
         has_shared_expert: whether layers with experts have one more, for all tokens, of the same width.
         weighs_shared_expert: whether the MLP that all tokens use has a weight per token, like an expert.
         multiplies_logits: whether `logits_scaling` multiplies the logits instead of dividing them.
+        corrects_scores: whether routers add a correction to the scores by which they choose experts.
         stored_names: parts of tensor names, as pairs: in transformers' model, in checkpoints.
         stacks_experts: whether checkpoints also store all experts of a layer in one tensor per projection.
         holds_experts_transposed: whether an expert's matrices are (inputs, outputs) in transformers, too.
@@ -66,6 +67,7 @@ class ModelFamily:
     has_shared_expert: bool = False
     weighs_shared_expert: bool = False
     multiplies_logits: bool = False
+    corrects_scores: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
     stacks_experts: bool = False
     holds_experts_transposed: bool = False
@@ -86,6 +88,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     ),
     "deepseek_v3": ModelFamily(
         name="DeepSeek-V3",
+        corrects_scores=True,
         keys_for_engines=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)),
     ),
     "ernie4_5": ModelFamily(name="ERNIE 4.5"),
@@ -96,7 +99,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "gemma4_text": ModelFamily(name="Gemma 4, text", has_layers_of_own_sizes=True),
     "glm": ModelFamily(name="GLM-4-9B"),
     "glm4": ModelFamily(name="GLM-4-0414"),
-    "glm4_moe": ModelFamily(name="GLM-4.5, GLM-4.5-Air"),
+    "glm4_moe": ModelFamily(name="GLM-4.5, GLM-4.5-Air", corrects_scores=True),
     "gpt_oss": ModelFamily(
         name="GPT-OSS",
         has_projection_bias=True,
@@ -107,7 +110,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
         stacks_experts=True,
         keys_for_engines=(("swiglu_limit", 7.0),),
     ),
-    "glm4_moe_lite": ModelFamily(name="GLM-4.7-Flash"),
+    "glm4_moe_lite": ModelFamily(name="GLM-4.7-Flash", corrects_scores=True),
     "granite": ModelFamily(name="Granite"),
     "helium": ModelFamily(name="Helium"),
     "hunyuan_v1_dense": ModelFamily(name="Hunyuan, dense", keys_for_engines=(("use_qk_norm", True),)),
@@ -123,6 +126,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "minimax_m2": ModelFamily(
         name="MiniMax-M2",
         has_joint_norms=True,
+        corrects_scores=True,
         stored_names=_MIXTRAL_NAMES,
         keys_for_engines=(("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True)),
     ),

@@ -145,6 +145,7 @@ def test_what_the_model_has_no_place_for(project: Path, capsys: pytest.CaptureFi
             ["actor.load_balance_coef=0.1"],
             "actor.load_balance_coef=0.1 weighs the balance of experts' load; model has no experts",
         ),
+        (["actor.router_bias_update_rate=0.1"], "of routers' scores, and model has none: leave it out"),
         (
             ["model.lora={rank: 17}"],
             "model.lora.rank=17 is above the smaller side of k_proj, which has 16 rows and 48 columns",
@@ -159,6 +160,8 @@ def test_what_the_model_has_no_place_for(project: Path, capsys: pytest.CaptureFi
         quick_check(config(data=DATA, model={"path": "model", "lora": given}))
     file.write_text(json.dumps(tree | {"num_local_experts": 4}))
     quick_check(config(data=DATA, actor={"load_balance_coef": 0.1}))
+    file.write_text(json.dumps(tree | {"num_local_experts": 4, "model_type": "glm4_moe"}))
+    quick_check(config(data=DATA, actor={"router_bias_update_rate": 0.1}))
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -212,6 +212,14 @@ def _choices_can_be_repeated(config: DerivedSettings) -> None:
     _refuse("actor.router_replay", refused)
 
 
+def _corrections_can_be_moved(config: DerivedSettings) -> None:
+    if config.actor.router_bias_update_rate and config.model.lora is not None:
+        raise ValueError(
+            "actor.router_bias_update_rate does not go with model.lora, because an export of adapters has no "
+            "routers: leave one of them out"
+        )
+
+
 def _groups_can_be_replayed(config: DerivedSettings) -> None:
     trainer, algorithm = config.trainer, config.algorithm
     if not config.replays:
@@ -394,6 +402,7 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _weights_can_arrive_in_flight,
     _steps_can_be_sampled_ahead,
     _choices_can_be_repeated,
+    _corrections_can_be_moved,
     _groups_can_be_replayed,
     _servers_can_validate_beside,
     _servers_can_have_other_engines,

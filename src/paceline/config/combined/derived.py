@@ -208,8 +208,12 @@ class DerivedSettings(RunSections):
                 "a KL in the reward, a guard rule that refuses by it, algorithm.rollout_correction, "
                 "algorithm.resample and covariance losses read the log-probs of all samples before the update"
             )
-        if self.actor.positive_loss_coef or self.actor.load_balance_coef:
-            return "actor.positive_loss_coef and actor.load_balance_coef have counts of their own"
+        actor = self.actor
+        if actor.positive_loss_coef or actor.load_balance_coef or actor.router_bias_update_rate:
+            return (
+                "actor.positive_loss_coef, actor.load_balance_coef and actor.router_bias_update_rate have "
+                "counts of their own"
+            )
         return ""
 
     @property

@@ -160,6 +160,13 @@ class ActorConfig(Section):
     load_balance_coef: float = Field(
         0.0, ge=0, description="Mixture of Experts: weight of the load-balancing loss (actor/load_balance)."
     )
+    router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="Mixture of Experts whose routers have a correction of scores: after an optimizer step, "
+        "the correction of an expert rises by this if fewer tokens than the layer's mean chose the expert, "
+        "and falls by it if more did (arXiv:2408.15664; DeepSeek-V3 took 0.001). 0: corrections stay.",
+    )
     router_replay: bool = Field(
         False,
         description="Mixture of Experts: policy and reference send each token to the experts that the engine "
@@ -198,12 +205,20 @@ class ActorConfig(Section):
         default = Clip(low=low, high=high, dual_clip_c=self.clip_ratio_c if self.use_dual_clip else None)
         return self.policy_loss.arguments(default)
 
-    def require_experts(self, model: str, *, has_experts: bool) -> None:
-        """Checks that the policy has experts if `load_balance_coef` or `router_replay` is set.
+    def require_experts(self, model: str, *, has_experts: bool, corrects_scores: bool) -> None:
+        """Checks that the policy has what settings for experts are about.
+
+        Args:
+            corrects_scores: whether its routers have corrections of scores.
 
         Raises:
-            ConfigError: one is set, but the model has no experts.
+            ConfigError: one is set, but the model has no experts, or no corrections.
         """
+        if self.router_bias_update_rate and not corrects_scores:
+            raise ConfigError(
+                f"actor.router_bias_update_rate={self.router_bias_update_rate:g} moves the corrections of "
+                f"routers' scores, and {model} has none: leave it out, or set actor.load_balance_coef"
+            )
         if self.router_replay and not has_experts:
             raise ConfigError(
                 f"actor.router_replay repeats the engine's choices of experts; {model} has no experts: "

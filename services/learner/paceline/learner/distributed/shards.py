@@ -43,3 +43,11 @@ def own_box(parameter: torch.Tensor, name: str = "a parameter") -> Box:
             f"{name}: the shard has shape {tuple(parameter.to_local().shape)}, expected {box.shape}"
         )
     return box
+
+
+def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Returns this rank's part of a parameter, and its rows [start, stop) in dimension 0."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0, parameter.shape[0]
+    box = own_box(parameter)
+    return parameter.to_local(), box.start[0], box.stop[0]

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.core.policy import TrainedVision
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.distributed.shards import own_box
+from paceline.learner.distributed.shards import local_rows
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
@@ -211,14 +210,6 @@ def load_critic(
     source = _source(folder, seed if random_weights else None, network, lm.config)
     _fill(network, _CompleteSource(source, seed))
     return network
-
-
-def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """Returns this rank's part of a parameter, and its rows [start, stop) in dimension 0."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0, parameter.shape[0]
-    box = own_box(parameter)
-    return parameter.to_local(), box.start[0], box.stop[0]
 
 
 def hugging_face_names(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.context import added_up
 from paceline.learner.distributed.mesh import RankGroup
+from paceline.learner.distributed.shards import local_rows
 from paceline.weights import corrections
 
 _IN_FLOAT32 = "TopkRouter"
@@ -57,6 +58,31 @@ def use_correction_parameters(lm: nn.Module) -> None:
         module.register_parameter(name, nn.Parameter(parts, requires_grad=False))
         kind: Any = type(module)
         module.__class__ = _corrected_kind(kind)
+
+
+def correction_parameters(lm: nn.Module) -> list[nn.Parameter]:
+    """Returns the routers' corrections, (E, 3) per layer with one, in order."""
+    return [parameter for name, parameter in lm.named_parameters() if name.endswith(corrections.PARTS)]
+
+
+@torch.no_grad()
+def move_corrections(lm: nn.Module, rate: float, counts: Tensor) -> None:
+    """Raises corrections of experts that are chosen less than their layer's mean, and lowers the others'.
+
+    So the load becomes even without a loss that would disturb the gradient (arXiv:2408.15664, DeepSeek-V3).
+
+    Args:
+        rate: by how much; 0 changes nothing.
+        counts: what `num_choices` returned for a mini-batch, added up over all ranks.
+    """
+    if not rate:
+        return
+    parameters = correction_parameters(lm)
+    by_layer = counts.split([len(parameter) for parameter in parameters])
+    for parameter, of_layer in zip(parameters, by_layer, strict=True):
+        local, start, stop = local_rows(parameter)
+        moves = rate * (of_layer.mean() - of_layer).sign()[start:stop].to(local.device)
+        local.copy_(corrections.split(corrections.join(local) + moves.float()))
 
 
 # One class for all layers, so that they share compiled code.
@@ -128,6 +154,44 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
             router.notes_choice, router.choice = False, None
 
 
+def _predicting(batch: MicroBatch, length: int, context: RankGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the states that predict a response, their rows, (S,) each, and the number per row, (B,).
+
+    With ranks in `context` the states are those of this rank, counted from its first of `length` on; the
+    numbers are of all.
+    """
+    inside = batch.places < len(batch.targets)
+    states = batch.score_positions[batch.places[inside]]
+    num_rows = batch.places.shape[0]
+    rows = torch.arange(num_rows, device=states.device).unsqueeze(1).expand_as(inside)[inside]
+    if context is not None:
+        states = states - context.rank * length
+        own = (states >= 0) & (states < length)
+        states, rows = states[own], rows[own]
+    return states, rows, inside.sum(-1)
+
+
+def num_choices(
+    choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, context: RankGroup | None = None
+) -> Tensor:
+    """Counts how often each expert is chosen for the states that predict responses.
+
+    Args:
+        choices, batch, context: as for `balance_by_row`.
+
+    Returns:
+        (E of the first layer + E of the second + ...), float64.
+    """
+    states, _, _ = _predicting(batch, len(choices[0][0]), context)
+    counts = []
+    for logits, indices in choices:
+        chosen = indices[states].flatten()
+        zeros = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
+        counts.append(zeros.index_add(0, chosen, torch.ones_like(chosen, dtype=torch.float64)))
+    added = torch.cat(counts)
+    return added if context is None else added_up(added, context)
+
+
 def balance_by_row(
     choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, context: RankGroup | None = None
 ) -> Tensor:
@@ -143,16 +207,8 @@ def balance_by_row(
         batch: batch of T tokens.
         context: the ranks that share the tokens, and add up their counts.
     """
-    num_rows = batch.places.shape[0]
-    inside = batch.places < len(batch.targets)
-    states = batch.score_positions[batch.places[inside]]
-    rows = torch.arange(num_rows, device=states.device).unsqueeze(1).expand_as(inside)[inside]
-    lengths = inside.sum(-1).clamp(min=1)
-    if context is not None:
-        length = len(choices[0][0])
-        states = states - context.rank * length
-        own = (states >= 0) & (states < length)
-        states, rows = states[own], rows[own]
+    states, rows, num_states = _predicting(batch, len(choices[0][0]), context)
+    num_rows, lengths = len(num_states), num_states.clamp(min=1)
     total = torch.zeros(num_rows, device=states.device)
     for logits, indices in choices:
         num_experts, num_chosen = logits.shape[-1], indices.shape[-1]

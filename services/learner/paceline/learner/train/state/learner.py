@@ -22,7 +22,7 @@ from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder import flash_attention
 from paceline.learner.model.decoder.compiling import CompileClock
-from paceline.learner.model.decoder.experts import routers
+from paceline.learner.model.decoder.experts import correction_parameters, routers
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import (
     Precision,
@@ -120,7 +120,11 @@ class Learner:
             adapter_seed=seed,
             vision=model.vision.train,
         )
-        config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
+        config.actor.require_experts(
+            model.path,
+            has_experts=bool(routers(policy.lm)),
+            corrects_scores=bool(correction_parameters(policy.lm)),
+        )
         lm: Any = policy.lm
         config.learner.require_experts(model.path, num_experts_of(lm.config.to_dict()))
         if config.actor.router_replay:

@@ -26,7 +26,12 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
 from paceline.learner.batch.types import Denominators, MicroBatch, PackedTeacher, TrainingBatch
-from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
+from paceline.learner.model.decoder.experts import (
+    balance_by_row,
+    num_choices,
+    recorded_choices,
+    routers,
+)
 from paceline.learner.model.decoder.router_replay import changes_by_token
 from paceline.learner.model.networks import PolicyNetwork, TokenScores, ValueNetwork
 from paceline.learner.train.algorithm import metric_names
@@ -43,7 +48,8 @@ REPLAY_METRICS = ("router_replay_changed", "router_replay_missing")
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are the names of the sums: the loss, then the metrics, including the policy loss's own.
+    `names` are the names of the sums: the loss, then the metrics, including the policy loss's own. With
+    `actor.router_bias_update_rate`, how often each expert was chosen comes after them.
 
     Args:
         adjustments: the guard's adjustments, here of actor.kl_loss_coef.
@@ -64,6 +70,7 @@ class PolicyLoss:
         own += REPLAY_METRICS if network.replaying else ()
         self._token_metrics = (*STANDARD_METRICS, *own)
         self._num_routers = len(routers(network.lm))
+        self._counts_choices = bool(self._actor.router_bias_update_rate)
         balance = ("load_balance",) if self._num_routers else ()
         positive = ("positive_loss",) if self._actor.positive_loss_coef else ()
         self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *positive, *balance)
@@ -105,7 +112,8 @@ class PolicyLoss:
             extra.append(balance)
         means = {**metrics, "entropy": _mean_of(entropy.detach(), batch), **self._replay_means(batch)}
         sums = _sums(total, batch, means, self._token_metrics, denominators)
-        return total, torch.cat([sums, torch.stack(extra).detach().double()])
+        counts = [num_choices(choices, batch, self._network.context)] if self._counts_choices else []
+        return total, torch.cat([sums, torch.stack(extra).detach().double(), *counts])
 
     def scaling(self, counted: Denominators, actual: Denominators) -> Scaling:
         """Returns the scaling from shares with counts `counted` to shares with counts `actual`."""

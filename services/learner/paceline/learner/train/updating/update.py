@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from paceline.core.errors import NumericsError
 from paceline.learner.batch.planning.plan import BatchPlan
 from paceline.learner.batch.types import Denominators, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.decoder.experts import move_corrections
 from paceline.learner.model.networks import ValueNetwork
 from paceline.learner.train.state.ahead import BegunGradient
 from paceline.learner.train.state.learner import Learner
@@ -137,6 +138,7 @@ def update_policy(
         step=step,
         learner=learner,
         report=report,
+        on_taken=partial(move_corrections, actor.network.lm, config.actor.router_bias_update_rate),
     )
     cuts = [
         [
@@ -220,7 +222,11 @@ def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Ten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OptimizerSteps:
-    """The optimizer steps of one network in a training step."""
+    """The optimizer steps of one network in a training step.
+
+    Attributes:
+        on_taken: called after each step that was taken, with the sums that have no name.
+    """
 
     trainable: Trainable[Any]
     loss: PolicyLoss | ValueLoss
@@ -230,6 +236,7 @@ class _OptimizerSteps:
     step: int
     learner: Learner
     report: UpdateReport
+    on_taken: Callable[[Tensor], None] | None = None
 
     def take(
         self,
@@ -263,13 +270,17 @@ class _OptimizerSteps:
         return self.learner.memory.take(parts, act, ranks=ranks, network=self.network)
 
     def _veto(self, sums: Tensor, grad_norm: float) -> str:
-        return self.guard.judge_update(self.network, self.loss.names, sums, grad_norm, self.grad_clip)
+        names = self.loss.names
+        return self.guard.judge_update(self.network, names, sums[: len(names)], grad_norm, self.grad_clip)
 
     def _note(self, outcome: StepOutcome, sums: Tensor) -> dict[str, float]:
         if not outcome.finite:
             self.guard.note_non_finite(self.network)
-        metrics = dict(zip(self.loss.names, sums.tolist(), strict=True))
+        named, counts = sums.tensor_split([len(self.loss.names)])
+        metrics = dict(zip(self.loss.names, named.tolist(), strict=True))
         if outcome.taken:
+            if self.on_taken is not None:
+                self.on_taken(counts)
             self.report.metrics.append(metrics)
             self.report.grad_norms.append(outcome.grad_norm)
         else:

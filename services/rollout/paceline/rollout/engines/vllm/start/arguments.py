@@ -28,9 +28,9 @@ _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK = 128
 # Arguments with which the user sets the size of the KV cache.
 _OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-# Parameters of the layers of a dense model with that depth and width. Of the measured models, 0.5B is below,
-# 7B above.
-_FEWEST_COMPILED = 1_000_000_000
+# Parameters of the layers of a dense model with that depth and width. Of the measured models, 0.5B to
+# 3B are below, 7B above.
+_FEWEST_COMPILED = 2_000_000_000
 
 
 def engine_arguments(
@@ -90,10 +90,11 @@ def engine_arguments(
 
 
 def is_small(folder: Path) -> bool:
-    """Returns whether vLLM's own compilation makes the model in this folder slower.
+    """Returns whether vLLM's own compilation gains nothing for the model in this folder.
 
     The host limits a small model's steps, and compiled layers need more of its time: with 0.5B they take a
-    quarter more time, with 7B a twentieth less (benchmarks/journal/gpus.md).
+    quarter more time, with 3B as long, with 7B a twentieth less. A start compiles for six seconds or more
+    (benchmarks/journal/gpus.md).
     """
     tree = _text_config(folder)
     try:
