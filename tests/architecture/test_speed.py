@@ -53,7 +53,7 @@ PAUSES = {
     "unit/test_reward_pool:test_a_cancelled_call_leaves_the_pool_usable": _LEADS,
     "unit/test_reward_pool:test_close_ends_waiting_calls_and_leaves_no_process": _LEADS,
     "unit/test_reward_remote:test_a_service_that_comes_back_is_found_again": _PLAYS_SLOW,
-    "unit/test_reward_remote:test_calls_that_begin_at_once_ask_once_what_the_service_is": _SHOWS,
+    "unit/test_reward_description:test_calls_that_begin_at_once_ask_once_what_the_service_is": _SHOWS,
     "unit/test_rollout_server:test_an_absent_broker_is_waited_for_and_does_not_hold_up_a_push": _LEADS,
     "unit/test_service_link:test_a_controller_that_is_away_longer_than_the_dead_is_waited_for": _AT_LEAST,
     "unit/test_turns:train_later": _LEADS,
