@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from paceline.learner.model.loading import (
     read_config,
     stored_tensors,
 )
+from paceline.learner.model.quantised import mxfp4
 from paceline.learner.model.self_test import check_models
 from paceline.learner.model.tensor_files import ModelFiles
 from paceline.models.facts import ARCHITECTURES, family_of
@@ -345,6 +347,19 @@ def test_experts_in_mxfp4_are_read_expert_by_expert(ranks: Ranks, tmp_path: Path
         wanted = (pairs * 2 ** scales.unsqueeze(-1)).flatten(-2).transpose(1, 2)
         assert torch.equal(parameter.full_tensor(), wanted), name
         assert torch.equal(ModelFiles(folder).rows(name, wanted.shape)(1, 3).float(), wanted[1:3])
+
+
+def test_each_byte_and_each_exponent_of_mxfp4_is_transformers_number(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(255, 1, 1, 1)
+    scales = torch.arange(255, dtype=torch.uint8).view(255, 1, 1).repeat(1, 1, 16)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        slices = [file.get_slice(f"w_{part}") for part in ("blocks", "scales")]
+        read = mxfp4("w", slices[0], slices[1], torch.Size((255, 512, 1)))
+        numbers = torch.cat([read(0, 100), read(100, 255)])
+    assert torch.equal(numbers, convert_moe_packed_tensors(blocks, scales))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,11 @@ def add(a: int, b: int = 0) -> int:
     return a + b
 
 
+def quote(word: str) -> str:
+    """Quotes a word."""
+    return repr(word)
+
+
 def hang() -> str:
     """Never answers."""
     time.sleep(600)

@@ -46,10 +46,19 @@ class Counted(Slot):
         self.events.append("resume")
 
 
-async def test_an_agent_gets_the_numbers_of_a_call_in_tags() -> None:
-    engine = Script(write_call("add", {"a": 1, "b": 2}, "xml"), "It is 3")
-    [drawn] = await play(calculate, engine, call_format="xml")
-    assert "<tool_response>\n3\n</tool_response>" in text(drawn.token_ids.tolist())
+async def test_an_agent_gets_words_as_words_from_a_call_in_tags() -> None:
+    schema = {"type": "object", "properties": {"word": {"type": "string"}}}
+    tool: Any = {"type": "function", "function": {"name": "quote", "description": "", "parameters": schema}}
+    got: list[str] = []
+
+    async def quoting(task: Any, *, base_url: str, token: str, model: str) -> float:
+        async with client(base_url, token) as api:
+            made = await api.chat.completions.create(model=model, messages=[ASK], tools=[tool])
+        got.extend(call.function.arguments for call in made.choices[0].message.tool_calls or [])
+        return 1.0
+
+    await play(quoting, Script(write_call("quote", {"word": "12"}, "xml")), call_format="xml")
+    assert [json.loads(arguments) for arguments in got] == [{"word": "12"}]
 
 
 async def test_an_unchanged_client_token_by_token() -> None:

@@ -318,11 +318,14 @@ def test_a_call_is_read_as_it_was_written(call_format: str) -> None:
 
 
 @pytest.mark.parametrize("call_format", ["xml", "glm"])
-async def test_a_tool_gets_the_numbers_of_a_call_in_tags(call_format: str) -> None:
-    engine = Script(calls.write_call("add", {"a": 1, "b": 2}, call_format), "It is 3")
-    async with tools("add") as pool:
-        [drawn] = await draw(engine, pool, call_format=call_format)
-    assert "<tool_response>\n3\n</tool_response>" in text(drawn.token_ids.tolist())
+async def test_a_tool_gets_numbers_and_words_as_its_annotations_say(call_format: str) -> None:
+    written = [calls.write_call("add", {"a": 1, "b": 2}, call_format)]
+    written.append(calls.write_call("quote", {"word": "12"}, call_format))
+    async with tools("add", "quote") as pool:
+        [drawn] = await draw(Script("\n".join(written), "so"), pool, call_format=call_format)
+    said = text(drawn.token_ids.tolist())
+    assert "<tool_response>\n3\n</tool_response>" in said
+    assert "<tool_response>\n'12'\n</tool_response>" in said
 
 
 def test_a_long_call_in_tags_is_refused_at_once() -> None:
