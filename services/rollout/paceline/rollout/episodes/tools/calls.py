@@ -109,12 +109,12 @@ def _named(call: re.Match[str] | None, pair: re.Pattern[str], form: str) -> obje
     name, inner = call.groups()
     inner = inner.strip()
     while place < len(inner):
-        found = pair.match(inner, place)
-        if found is None:
+        match = pair.match(inner, place)
+        if match is None:
             return f"its arguments cannot be read from {inner[place : place + 40]!r} on"
-        key, value = found.groups()
+        key, value = match.groups()
         arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-        place = found.end()
+        place = match.end()
     return {"name": name.strip(), "arguments": arguments}
 
 

@@ -94,9 +94,10 @@ def apply() -> None:
 
     constants.HF_HUB_OFFLINE = os.environ[_OFFLINE] == "1"
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
-    logger = logging.getLogger("vllm")
-    for target in (logger, *logger.handlers):
-        target.setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    logger, level = logging.getLogger("vllm"), os.environ["VLLM_LOGGING_LEVEL"]
+    logger.setLevel(level)
+    for handler in logger.handlers:
+        handler.setLevel(level)
 
 
 def in_this_process() -> dict[str, str]:

@@ -40,6 +40,7 @@ MODULES: Final = (
 """Modules that the engine's processes import; each process imports any others itself."""
 
 _IN_SERVER: Final = ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm")
+_IMPORT_TIMEOUT_S: Final = 600.0
 _importing: threading.Thread | None = None
 
 
@@ -63,10 +64,10 @@ def begin() -> None:
         _importing.start()
 
 
-def wait() -> None:
-    """Waits until the thread of `begin` has ended: a fork would take its locks along."""
+def complete() -> None:
+    """Returns when the thread of `begin` has ended: a fork would take its locks along."""
     if _importing is not None:
-        _importing.join()
+        _importing.join(_IMPORT_TIMEOUT_S)
 
 
 def _imported(modules: Sequence[str]) -> bool:

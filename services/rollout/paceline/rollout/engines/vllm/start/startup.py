@@ -53,7 +53,7 @@ def build(
     Raises:
         FailedStartError: also if the GPU's memory changed under the engine.
     """
-    prefork.wait()
+    prefork.complete()
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
