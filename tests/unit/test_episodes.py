@@ -293,7 +293,7 @@ GLM = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for 
         ("xml", "<tool_call><function=add><parameter=a>1</parameter>", "it is not <function=NAME>"),
         ("xml", "<tool_call><function=add><parameter=a>1</function></tool_call>", "from '<parameter=a>1' on"),
         ("xml", "<tool_call><function=add>1, 2</function></tool_call>", "from '1, 2' on"),
-        ("glm", "<tool_call><arg_key>a</arg_key></tool_call>", "it is not a name"),
+        ("glm", "<tool_call><arg_key>a</arg_key></tool_call>", "it does not begin with a tool's name"),
         ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>", "from '<arg_key>a</arg_key>' on"),
     ],
 )

@@ -33,7 +33,7 @@ class PageApp:
         self._runs, self._token = runs, token
 
     def __call__(self, environ: Mapping[str, Any], start: Callable[..., object]) -> Iterable[bytes]:
-        """Answers a WSGI request."""
+        """Answers a request of WSGI; a fault of this program is logged, and answered without its text."""
         path = str(environ.get("PATH_INFO", "")).encode("latin-1").decode("utf-8", "replace")
         try:
             status, kind, text = self._answer(str(environ["REQUEST_METHOD"]), path)

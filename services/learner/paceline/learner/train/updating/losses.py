@@ -26,12 +26,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
 from paceline.learner.batch.types import Denominators, MicroBatch, PackedTeacher, TrainingBatch
-from paceline.learner.model.decoder.experts import (
-    balance_by_row,
-    num_choices,
-    recorded_choices,
-    routers,
-)
+from paceline.learner.model.decoder.experts import balance_by_row, num_choices, recorded_choices, routers
 from paceline.learner.model.decoder.router_replay import changes_by_token
 from paceline.learner.model.networks import PolicyNetwork, TokenScores, ValueNetwork
 from paceline.learner.train.algorithm import metric_names

@@ -91,20 +91,23 @@ def _bare(text: str) -> list[object]:
 def _xml(text: str) -> list[object]:
     """Reads calls that name the function and each of its parameters in tags (Qwen 3 Coder, Qwen 3.5)."""
     return [
-        _named(_FUNCTION.fullmatch(body), _PARAMETER, "<function=NAME>...</function>")
+        _named(_FUNCTION.fullmatch(body), _PARAMETER, "it is not <function=NAME>...</function>")
         for body in _TAGGED.findall(text)
     ]
 
 
 def _glm(text: str) -> list[object]:
     """Reads calls with a name, and tags around each key and each value (GLM-4.5)."""
-    return [_named(_NAME.fullmatch(body), _KEY_AND_VALUE, "a name") for body in _TAGGED.findall(text)]
+    return [
+        _named(_NAME.fullmatch(body), _KEY_AND_VALUE, "it does not begin with a tool's name")
+        for body in _TAGGED.findall(text)
+    ]
 
 
-def _named(call: re.Match[str] | None, pair: re.Pattern[str], form: str) -> object:
-    """Returns the call, its arguments as text; or what is wrong."""
+def _named(call: re.Match[str] | None, pair: re.Pattern[str], problem: str) -> object:
+    """Returns the call, with its arguments as text; `problem` if there is none, or what is wrong with it."""
     if call is None:
-        return f"it is not {form}"
+        return problem
     arguments, place = {}, 0
     name, inner = call.groups()
     inner = inner.strip()
