@@ -22,7 +22,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.launch.planning.plan import reward_model
 from paceline.reward.models import __main__ as reward_models
 from paceline.reward.models.generative import GenerativeModel
-from paceline.reward.models.model import ModelOptions
+from paceline.reward.models.model import ModelOptions, TokenRow
 from paceline.reward.models.process import ProcessModel, step_ends
 from paceline.reward.models.sequence import SequenceModel
 from paceline.reward.models.version import folder_version
@@ -38,9 +38,12 @@ pytestmark = pytest.mark.torch
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 
 
-def save(folder: Path, *, num_labels: int = 1, hidden_size: int = 32, num_heads: int = 4) -> str:
+def save(
+    folder: Path, *, num_labels: int = 1, hidden_size: int = 32, num_heads: int = 4, family: str = "Llama"
+) -> str:
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = {chr(code): code for code in range(256)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
@@ -49,12 +52,12 @@ def save(folder: Path, *, num_labels: int = 1, hidden_size: int = 32, num_heads:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=256, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=num_heads, num_key_value_heads=2, max_position_embeddings=512,
         num_labels=num_labels, pad_token_id=33, attention_dropout=0.5,
     )  # fmt: skip
-    LlamaForSequenceClassification(config).save_pretrained(folder)
+    getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -83,6 +86,28 @@ def test_scores_are_those_of_transformers_in_any_batch(tmp_path: Path) -> None:
     for max_batch_tokens in (1, 60, 10_000):
         model = SequenceModel(ModelOptions(path=path, max_batch_tokens=max_batch_tokens))
         assert model(items(*RESPONSES)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_folders_own_tokenizer_counts_and_not_its_familys(tmp_path: Path) -> None:
+    """transformers' own choice for Qwen's models is a byte-level tokenizer, whatever tokenizer.json says."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForSequenceClassification
+
+    path = save(tmp_path, family="Qwen2")
+    text = "<user>2 + 2?</s><assistant>it is four</s>"
+    ids = torch.tensor([Tokenizer.from_file(f"{path}/tokenizer.json").encode(text).ids])
+    expected = AutoModelForSequenceClassification.from_pretrained(path)(input_ids=ids).logits[0, 0].item()
+    assert SequenceModel(ModelOptions(path=path))(items("it is four")) == pytest.approx([expected], abs=1e-5)
+
+
+def test_an_exchange_without_a_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SequenceModel(ModelOptions(path=save(tmp_path)))
+    monkeypatch.setattr(model, "_row", lambda item: TokenRow(token_ids=[5] if item.response else []))
+    with pytest.raises(
+        ModelError, match=r"has no token for the prompt '2 \+ 2\?' and its answer; save the one"
+    ):
+        model(items("4", ""))
+    assert len(model(items("4", "5"))) == 2
 
 
 def test_bfloat16_weights_give_float32_scores(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Tokenizer(Decoder, Protocol):
     """The part of a Hugging Face tokenizer that Paceline uses."""
 
     eos_token_id: int | None
+    pad_token_id: int | None
     chat_template: str | None
     all_special_tokens: list[str]
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.config.reward import NUMBER
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.core.scoring import ScoreItem
+from paceline.data.prompts import load_tokenizer
 from paceline.storage.weight_files import require_plain_weights
 
 _log = logging.getLogger(__name__)
@@ -62,14 +63,13 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
 
     Raises:
         ConfigError: the model has another number of labels than one.
+        ModelError: the folder has no tokenizer, or a quantised model.
     """
 
     def __init__(self, options: ModelOptions, kind: Any) -> None:
-        from transformers import AutoTokenizer
-
         self._options = options
         require_plain_weights(Path(options.path))
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(options.path)
+        self._tokenizer: Any = load_tokenizer(options.path)
         model: Any = kind.from_pretrained(options.path, dtype=getattr(torch, options.dtype))
         if model.config.num_labels != 1:
             raise ConfigError(
@@ -81,10 +81,20 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
         self._model = model.to(options.device).eval()
 
     def __call__(self, items: list[ScoreItem]) -> list[ValueT]:
-        """Returns one value per item, in the order of the items."""
+        """Returns one value per item, in the order of the items.
+
+        Raises:
+            ModelError: the tokenizer has no token for an item.
+        """
         rows = [self._row(item) for item in items]
         values: dict[int, ValueT] = {}
         lengths = [min(len(row.token_ids), self._limit) for row in rows]
+        if 0 in lengths:
+            item = items[lengths.index(0)]
+            raise ModelError(
+                f"the tokenizer in {self._options.path} has no token for the prompt {item.prompt[:40]!r} and "
+                "its answer; save the one with which the reward model was trained"
+            )
         for batch in batches(lengths, self._options.max_batch_tokens):
             chosen = [rows[index] for index in batch]
             values.update(zip(batch, self._values(chosen, self._hidden(chosen)), strict=True))
