@@ -63,6 +63,7 @@ class Timed:
     estimator: str = "grpo"
     bound: int | None = None
     in_flight: str = "wait"
+    apart: bool = False
 
     @property
     def config(self) -> RunConfig:
@@ -96,6 +97,7 @@ class Timed:
                     "enforce_eager": self.eager,
                     "sampler": "batched",
                     "in_flight": self.in_flight,
+                    "engine_kwargs": {"distributed_executor_backend": "mp" if self.apart else "uni"},
                     "devices": [gpu + ranks for gpu in devices] if self.split else devices,
                 },
                 "reward": {"functions": [{"name": "exact_match"}]},
@@ -310,6 +312,51 @@ TIMED = {
         num_seqs=64,
         micro_batch=17_408,
         seconds=(14.85, 4.79, 20.56),
+    ),
+    "1.5B, model apart": Timed(
+        shape="1.5B",
+        card="H200",
+        gpus=1,
+        prompts=32,
+        num_seqs=256,
+        micro_batch=17_408,
+        apart=True,
+        seconds=(5.92, 5.39, 12.4),
+    ),
+    "1.5B, model apart, mixed lengths": Timed(
+        shape="1.5B",
+        card="H200",
+        gpus=1,
+        prompts=32,
+        mean=(320, 453),
+        num_seqs=256,
+        micro_batch=17_408,
+        apart=True,
+        seconds=(3.95, 2.39, 6.90),
+    ),
+    "1.5B with adapters, model apart": Timed(
+        shape="1.5B",
+        card="H200",
+        gpus=1,
+        prompts=32,
+        num_seqs=256,
+        micro_batch=17_408,
+        lora={"rank": 32},
+        apart=True,
+        seconds=(5.55, 4.61, 11.4),
+    ),
+    "0.5B, long answers, model apart": Timed(
+        shape="0.5B",
+        card="H200",
+        gpus=1,
+        prompts=16,
+        prompt=256,
+        response=4096,
+        mean=(160, 1860),
+        num_seqs=256,
+        micro_batch=16_384,
+        apart=True,
+        seconds=(8.41, 2.03, 11.2),
     ),
     "32B, averages on the host": Timed(
         shape="32B",

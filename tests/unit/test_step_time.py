@@ -78,10 +78,10 @@ def test_a_kv_cache_that_holds_fewer_sequences_makes_rounds() -> None:
     # 64 of 128 sequences of 1,024 tokens, with an eighth of their prompt's 512: 36 KiB a token.
     cache = 64 * (1024 + 64) * 36 * 1024
     rounds = changed(timed, rollout={"max_num_seqs": 64}).generation
-    given = {"engine_kwargs": {"kv_cache_memory_bytes": cache}}
-    assert changed(timed, rollout=given).generation == pytest.approx(rounds)
-    given = {"engine_kwargs": {"kv_cache_memory_bytes": 2 * cache}}
-    assert changed(timed, rollout=given).generation == changed(timed).generation
+    for share, expected in ((1, rounds), (2, changed(timed).generation)):
+        given = {"kv_cache_memory_bytes": share * cache, "distributed_executor_backend": "uni"}
+        generation = changed(timed, rollout={"engine_kwargs": given}).generation
+        assert generation == pytest.approx(expected)
 
 
 def test_a_group_that_is_cut_computes_its_prompt_twice() -> None:
@@ -162,6 +162,15 @@ def test_copies_of_layers_inputs_cost_what_computation_does_not_hide() -> None:
     exposed = StepTime.of(parse(RunConfig, tree), shape, slow).update - base.update
     assert 2 * 10.0 - base.update < exposed < 2 * 10.0 - 0.8 * base.update
     assert StepTime.of(parse(RunConfig, tree), shape, slow).scoring == base.scoring
+
+
+def test_a_small_model_that_runs_apart_waits_less_for_its_host() -> None:
+    together = replace(TIMED["1.5B, model apart"], apart=False).estimate.generation
+    assert TIMED["1.5B, model apart"].estimate.generation < 0.9 * together
+    # A large model, and one without graphs, run within the engine's process.
+    for timed in (TIMED["7B, two GPUs"], replace(TIMED["1.5B, model apart"], eager=True)):
+        alone = replace(timed, apart=False).estimate.generation
+        assert replace(timed, apart=True).estimate.generation == alone
 
 
 def test_experts_that_no_token_meets_cost_no_arithmetic() -> None:

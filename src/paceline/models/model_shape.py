@@ -102,6 +102,11 @@ class AdaptedMatrix:
         return self.count * rank * (self.inputs + self.outputs)
 
 
+def dense_size(num_layers: int, hidden: int) -> int:
+    """Returns about how many parameters the layers of a dense model of this depth and width have."""
+    return 12 * num_layers * hidden**2
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a decoder that matter for memory, and those of its vision tower.

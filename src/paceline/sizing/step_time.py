@@ -14,7 +14,8 @@ from typing import Final
 from paceline.config.run import RunConfig
 from paceline.core.cards import Card
 from paceline.engines.memory import fixed_cache
-from paceline.models.model_shape import ModelShape
+from paceline.engines.registry import engine_facts
+from paceline.models.model_shape import ModelShape, dense_size
 from paceline.sizing.compiled_layers import recomputing
 from paceline.sizing.memory.learner_memory import LearnerMemory
 
@@ -28,6 +29,8 @@ _READING: Final = 0.95
 # Seconds per decoding step in which the GPU waits for its host: with captured graphs; in addition per
 # sequence; and in addition per layer if kernels are launched one by one.
 _HOST_S, _HOST_PER_SEQUENCE_S, _HOST_PER_EAGER_LAYER_S = 1.9e-3, 9.7e-6, 0.3e-3
+# The first two if the model runs in a process of its own, beside the engine's planning.
+_APART_S, _APART_PER_SEQUENCE_S = 1.15e-3, 8.5e-6
 # Seconds of an all-reduce between an engine's GPUs; a layer has two.
 _ALL_REDUCE_S: Final = 15e-6
 # Seconds that the host takes for a layer's forward pass: uncompiled, hidden behind arithmetic; compiled, not
@@ -195,16 +198,24 @@ class _Batch:
             touched = 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** running
         weights = self._width * (shape.active_parameters + touched * shape.idle_parameters) / size
         context = self.prompt + self.response / 2
-        host = _HOST_S + running * _HOST_PER_SEQUENCE_S
-        if rollout.enforce_eager:
-            host += shape.num_layers * _HOST_PER_EAGER_LAYER_S
         reduces = 2 * shape.num_layers * _ALL_REDUCE_S if size > 1 else 0.0
         reading = (weights + running * context * cached) / (_READING * self.card.bandwidth)
         prompts = (
             math.ceil(batches * self.config.data.train_batch_size / rollout.training_servers) * self.prompt
         )
         prefill = 2 * shape.active_parameters * prompts / size / self._products_per_s
-        return steps * (reading + host + reduces) + prefill
+        return steps * (reading + self._host(running) + reduces) + prefill
+
+    def _host(self, running: float) -> float:
+        """Seconds of a decoding step with this number of sequences in which the GPU waits for its host."""
+        rollout, shape = self.config.rollout, self.shape
+        if rollout.enforce_eager:
+            eager = shape.num_layers * _HOST_PER_EAGER_LAYER_S
+            return _HOST_S + running * _HOST_PER_SEQUENCE_S + eager
+        is_small = dense_size(shape.num_layers, shape.hidden) < engine_facts(rollout.name).small_below
+        if is_small and rollout.engine_kwargs.get("distributed_executor_backend") != "uni":
+            return _APART_S + running * _APART_PER_SEQUENCE_S
+        return _HOST_S + running * _HOST_PER_SEQUENCE_S
 
     def _most_cached(self, bytes_per_token: int) -> float:
         """Sequences that fit into the KV cache; samples of a prompt share the prompt's entries."""

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
+from paceline.engines.vllm import VLLM
 from paceline.models.facts import config_tree, family_in, family_of
-from paceline.models.model_shape import ModelShape
+from paceline.models.model_shape import ModelShape, dense_size
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.start import refusals
 from paceline.storage.weight_files import is_dequantised
@@ -28,8 +29,7 @@ _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK = 128
 # Arguments with which the user sets the size of the KV cache.
 _OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-# Parameters of the layers of a dense model with that depth and width. Of the measured models, 0.5B to
-# 3B are below, 7B above.
+# `dense_size` from which vLLM compiles. Of the measured models, 0.5B to 3B are below, 7B above.
 _FEWEST_COMPILED = 2_000_000_000
 
 
@@ -84,24 +84,26 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = rollout.sleep == "always"
-        if not rollout.enforce_eager and is_small(Path(model.path)):
-            arguments["compilation_config"] = dict(GRAPHS_ALONE)
+        if not rollout.enforce_eager:
+            arguments |= for_host(Path(model.path))
     return arguments | rollout.engine_kwargs
 
 
-def is_small(folder: Path) -> bool:
-    """Returns whether vLLM's own compilation gains nothing for the model in this folder.
+def for_host(folder: Path) -> dict[str, Any]:
+    """Returns arguments for small models, whose steps on a GPU wait for the host; {} for others.
 
-    The host limits a small model's steps, and compiled layers need more of its time: with 0.5B they take a
-    quarter more time, with 3B as long, with 7B a twentieth less. A start compiles for six seconds or more
-    (benchmarks/journal/gpus.md).
+    Compiled layers need more of the host's time: with 0.5B a step takes a quarter longer, with 3B as long,
+    with 7B a twentieth less, and a start compiles for six seconds or more. A process of its own for the model
+    computes while the engine plans the next step: generation takes three quarters of the time with 0.5B, and
+    0.8 to 0.99 of it with 1.5B (benchmarks/journal/gpus.md). Larger models were not run so.
     """
     tree = _text_config(folder)
     try:
-        num_parameters = 12 * int(tree["num_hidden_layers"]) * int(tree["hidden_size"]) ** 2
+        size = dense_size(int(tree["num_hidden_layers"]), int(tree["hidden_size"]))
     except (ValueError, KeyError, TypeError):
-        return False
-    return num_parameters < _FEWEST_COMPILED
+        return {}
+    graphs = {"compilation_config": dict(GRAPHS_ALONE)} if size < _FEWEST_COMPILED else {}
+    return graphs | ({"distributed_executor_backend": "mp"} if size < VLLM.small_below else {})
 
 
 def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
