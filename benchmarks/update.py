@@ -111,9 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         store,
         device,
         WAIT_S,
-        context=args.context,
+        context=max(args.context, args.tensor),
         fsdp_size=args.fsdp_size,
         expert=args.experts,
+        tensor=args.tensor,
     )
     rows, norms, seconds = [], [], []
     try:
@@ -162,6 +163,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fsdp-size", type=int, help="ranks that share a copy of the weights; default: all")
     parser.add_argument(
         "--experts", type=int, default=1, help="ranks over which experts are divided, in eager forms"
+    )
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="ranks over which matrices are divided, in eager forms"
     )
     parser.add_argument(
         "--kernels", type=int, default=0, help="list this many kernels of a last step of rank 0"
@@ -229,9 +233,10 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
         "trainer": {"total_steps": 10},
         "learner": {
             "world_size": ranks.world.size,
-            "context_parallel": args.context,
+            "context_parallel": max(args.context, args.tensor),
             "fsdp_size": args.fsdp_size,
             "expert_parallel": args.experts,
+            "tensor_parallel": args.tensor,
         },
     }
     return parse(RunConfig, with_overrides(tree, args.overrides))

@@ -65,8 +65,8 @@ by a third.
   else fits, or moving the averages takes less time than recomputing (as with large mini-batches) and the host
   has 20 bytes of free memory per parameter. The policy's own shards [stay on the
   GPU](decisions/0027-parameters-stay-on-the-gpu.md). `actor.optim.type: adamw_8bit` keeps the averages of
-  matrices in 2 bytes per parameter instead of 8. Its steps differ slightly from AdamW's, and it has not been
-  timed on a GPU.
+  matrices in 2 bytes per parameter instead of 8. Its steps differ slightly from AdamW's, and [take
+  longer](../benchmarks/journal/gpus.md#other-averages-and-a-teacher-beside-the-run).
 - **An engine that does not fit**: `rollout.tensor_model_parallel_size: 2` halves its weights per GPU.
 - **Longer responses** cost the learner nothing until one sequence exceeds the token budget; they cost KV
   cache.
@@ -75,10 +75,10 @@ by a third.
 - **Long rows**: the inputs of all layers take tokens x layers x hidden size x 2 bytes: 18 GiB for a 3B model
   and rows of 131,072 tokens. With `actor.memory.recompute: from_host` they wait in pinned host memory, and
   only those of two layers are on the GPU. Results are the same to the bit as with `recompute: full`. The plan
-  chooses it only if nothing else fits on a rank. Copies overlap computation; they cost no time if a layer
-  computes for longer than its input is copied, which by the estimate holds for long rows. It has not been
-  timed on a GPU. A rank pins the memory once, at most `actor.memory.host_gib` GiB; by default, all ranks of a
-  host together pin at most half of its free memory, or of its container's. Further inputs stay on the GPU.
+  chooses it only if nothing else fits on a rank. Copies overlap computation; with rows of 32,768 tokens of a
+  3B model [they cost no time](../benchmarks/journal/gpus.md#rows-that-several-ranks-share). A rank pins the
+  memory once, at most `actor.memory.host_gib` GiB; by default, all ranks of a host together pin at most half
+  of its free memory, or of its container's. Further inputs stay on the GPU.
 - **A row that is too long for one GPU**: with `learner.context_parallel: 2`, two ranks share the tokens of
   each row, and each keeps half of the activations. `learner.world_size` counts all ranks;
   `actor.ppo_max_token_len_per_gpu` counts the tokens of one rank, so a micro-batch holds twice as many. It
@@ -90,8 +90,14 @@ by a third.
   each layer. A rank gathers half of them, and tokens go to the ranks of their experts and back. It gives [the
   numbers of gathered experts](decisions/0042-experts-are-divided-over-ranks.md) and can be combined with
   `learner.fsdp_size`, `learner.context_parallel`, adapters and `actor.router_replay`, but layers are not
-  compiled. The plan assumes that all ranks get as many tokens. By itself, Paceline divides experts only where
-  the update does not fit otherwise, because it has not been timed on GPUs.
+  compiled. The plan assumes that all ranks get as many tokens. On two H200s it frees 20 GiB of a 10B model's
+  update, which takes a fifth longer. So Paceline divides experts by itself only where the update does not fit
+  otherwise.
+- **Layers that are too large to gather**: with `learner.tensor_parallel: 2`, two ranks divide the matrices of
+  attention and MLP, and share the tokens of each row. It gives [the numbers of whole
+  matrices](decisions/0044-matrices-are-divided-over-the-ranks-that-share-tokens.md), and can be combined with
+  `learner.fsdp_size`, `learner.expert_parallel` and adapters. It has not been run on GPUs, and Paceline does
+  not choose it by itself.
 - **32B on four GPUs of 141 GiB**: with `placement: colocated`, learner and engines take turns, and the
   averages are in host memory. By the plan, a GPU needs 86 GiB in an update and 118 while 128 sequences of 512
   tokens are generated; the host keeps 262 GB of averages. [It was

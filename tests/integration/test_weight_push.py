@@ -116,6 +116,32 @@ async def test_learners_that_divide_experts_push_them(
 
 
 @pytest.mark.more
+async def test_learners_that_divide_matrices_push_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the first matrices, columns of the last; two of four ranks have the same half, and halve it."""
+    from support.push_models import save_config, tiny_config
+
+    config = tiny_config(kv_heads=2, tied=False)
+    save_config(config, tmp_path)
+    learners = start_learners(config, size=4, tensor=2)
+    try:
+        parts = [part for layout in learners.layouts() for part in layout.slices]
+        rows, columns = (
+            [part.box.start for part in parts if part.name == f"model.layers.1.self_attn.{name}.weight"]
+            for name in ("q_proj", "o_proj")
+        )
+        assert rows == [(0, 0), (64, 0), (32, 0), (96, 0)]
+        assert columns == [(0, 0), (0, 64), (64, 0), (64, 64)]
+        async with running_engine(tmp_path, 2, monkeypatch) as engine:
+            await join(learners, engine, epoch=1, round_bytes=30_000)
+            for version in (1, 2):
+                await assert_push(learners, engine, config, version)
+    finally:
+        learners.close()
+
+
+@pytest.mark.more
 async def test_experts_that_a_kernel_repacks_take_the_general_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.distributed.shards import local_rows
+from paceline.learner.distributed.shards import own_part
 from paceline.learner.export import export
 from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder.layers import LayerOptions
@@ -57,15 +57,13 @@ def adapted_policy(folder: Path, ranks: Ranks, lora: LoraConfig = LORA) -> Polic
     with torch.no_grad():
         for name, parameter in hugging_face_names(network):
             if is_adapter(name):
-                rows = local_rows(parameter)[0]
+                rows = own_part(parameter)[0]
                 rows.copy_(0.1 * torch.randn(rows.shape, generator=generator))
     return network
 
 
 def tensors_of(network: PolicyNetwork) -> dict[str, Tensor]:
-    return {
-        name: local_rows(parameter)[0].detach().clone() for name, parameter in hugging_face_names(network)
-    }
+    return {name: own_part(parameter)[0].detach().clone() for name, parameter in hugging_face_names(network)}
 
 
 def adapter_of(name: str, tensors: dict[str, Tensor]) -> tuple[str, Tensor, Tensor] | None:
@@ -202,7 +200,7 @@ def test_the_backward_pass_keeps_no_merged_experts(
         return note(kept) if isinstance(kept, Tensor) else kept
 
     monkeypatch.setattr(_MergedExperts, "pack", pack_and_note)
-    own = {local_rows(p)[0].untyped_storage().data_ptr() for _, p in hugging_face_names(network)}
+    own = {own_part(p)[0].untyped_storage().data_ptr() for _, p in hugging_face_names(network)}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         network(pack(rows_with_holes([[(2, 1)]]), CPU))
     experts = 4 * 4 * 64 * 3 * config.hidden_size * config.moe_intermediate_size
@@ -245,7 +243,7 @@ def test_a_run_trains_adapters_of_experts_goes_on_from_a_checkpoint_and_exports(
     with with_adapters(second.actor.network):
         pushed = tensors_of(second.actor.network)
     for name, parameter in exported.items():
-        assert torch.equal(local_rows(parameter)[0], pushed[name]), name
+        assert torch.equal(own_part(parameter)[0], pushed[name]), name
     assert not (out / "adapter").exists()  # PEFT's library has another layout for experts
 
 
@@ -263,7 +261,7 @@ def test_the_memory_plan_counts_what_the_learner_keeps(ranks: Ranks, tmp_path: P
     averages = [
         tensor for name, tensor in learner.actor.optimizer.state().items() if not name.endswith("step")
     ]
-    assert plan.resident["optimizer"] == sum(local_rows(tensor)[0].nbytes for tensor in averages)
+    assert plan.resident["optimizer"] == sum(own_part(tensor)[0].nbytes for tensor in averages)
     adapted = [tensor for name, tensor in tensors.items() if adapter_of(name, tensors) is not None]
     assert plan.push["merged"] == sum(tensor.nbytes for tensor in adapted)
     layer = [tensor for name, tensor in tensors.items() if "layers.0.mlp.experts." in name]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from paceline.core.policy import TrainedVision
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.distributed.shards import local_rows
+from paceline.learner.distributed.shards import own_part
 from paceline.learner.model.image_states import train_tower, vision_tower
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.networks import body_of
@@ -47,11 +47,11 @@ def test_the_memory_plan_counts_what_the_learner_keeps(
     plan, network = LearnerMemory.of(learner.config, shape), learner.actor.network
     as_fsdp(network).reshard()
     parameters = list(network.parameters())
-    assert plan.resident["weights"] == sum(local_rows(parameter)[0].nbytes for parameter in parameters)
+    assert plan.resident["weights"] == sum(own_part(parameter)[0].nbytes for parameter in parameters)
     averages = [
         tensor for name, tensor in learner.actor.optimizer.state().items() if not name.endswith("step")
     ]
-    assert plan.resident["optimizer"] == sum(local_rows(tensor)[0].nbytes for tensor in averages)
+    assert plan.resident["optimizer"] == sum(own_part(tensor)[0].nbytes for tensor in averages)
     tower = vision_tower(body_of(network.lm))
     assert tower is not None
     assert shape.num_in_tower == sum(parameter.numel() for parameter in tower.parameters())

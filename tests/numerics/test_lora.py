@@ -22,7 +22,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load, load_newest
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.distributed.shards import local_rows
+from paceline.learner.distributed.shards import own_part
 from paceline.learner.export import export
 from paceline.learner.model.loading import (
     Precision,
@@ -52,7 +52,7 @@ def _config(model: Path, **lora: Any) -> RunConfig:
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
     as_fsdp(learner.actor.network).reshard()
-    return {name: local_rows(p)[0].detach().clone() for name, p in hugging_face_names(learner.actor.network)}
+    return {name: own_part(p)[0].detach().clone() for name, p in hugging_face_names(learner.actor.network)}
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_the_reference_is_the_base_and_takes_no_memory(model: Path, ranks: Ranks
 def test_a_push_sends_the_merged_weights_and_leaves_the_base_as_it_was(trained: Learner) -> None:
     network = trained.actor.network
     before, own = _tensors(trained), dict(hugging_face_names(network))
-    addresses = {name: local_rows(parameter)[0].data_ptr() for name, parameter in own.items()}
+    addresses = {name: own_part(parameter)[0].data_ptr() for name, parameter in own.items()}
     with with_adapters(network):
         merged = _tensors(trained)
-        assert {name: local_rows(parameter)[0].data_ptr() for name, parameter in own.items()} == addresses
+        assert {name: own_part(parameter)[0].data_ptr() for name, parameter in own.items()} == addresses
     after = _tensors(trained)
     assert all(torch.equal(before[name], after[name]) for name in before)
     prefix = "model.layers.1.self_attn.k_proj"
@@ -329,11 +329,11 @@ def test_the_memory_plan_counts_what_the_learner_keeps(
     network = learner.actor.network
     as_fsdp(network).reshard()
     parameters = [parameter for _, parameter in hugging_face_names(network)]
-    assert plan.resident["weights"] == sum(local_rows(p)[0].nbytes for p in parameters)
+    assert plan.resident["weights"] == sum(own_part(p)[0].nbytes for p in parameters)
     averages = [
         tensor for name, tensor in learner.actor.optimizer.state().items() if not name.endswith("step")
     ]
-    assert plan.resident["optimizer"] == sum(local_rows(tensor)[0].nbytes for tensor in averages)
+    assert plan.resident["optimizer"] == sum(own_part(tensor)[0].nbytes for tensor in averages)
     adapted = [module for module in network.modules() if isinstance(module, LoraLinear)]
     number_bytes = 2 if dtype == "bfloat16" else 4
     assert plan.push["merged"] == number_bytes * sum(module.weight.numel() for module in adapted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,12 @@ from paceline.learner.distributed.ranks import (
     open_store,
 )
 from paceline.learner.export import read_policy
+from paceline.models.model_shape import ModelShape
 from paceline.storage.folder import Folder
+from support import tensor_ranks
+from support.architectures import tiny_config
 from support.expert_ranks import KINDS as EXPERT_KINDS
+from support.learner_fakes import VOCAB_SIZE
 from support.learner_ranks import WAIT_S, alone, run_ranks
 from support.mesh_ranks import EVERY_TIME, EXPERTS, GRID, VARIANT
 from support.mesh_steps import against_one_rank, steps, write_models
@@ -29,6 +34,20 @@ from support.mesh_steps import against_one_rank, steps, write_models
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 EVERYONE = [0, 1, 2, 3]
+NORM = "input_layernorm.weight"
+WHOLE = (
+    "gemma4_text",
+    "minimax_m2",
+    "olmoe",
+    "phi",
+    "phi3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+"""Families of which nothing can be divided, or whose ranks cannot share tokens"""
+FUSED = ("arcee", "glm", "glm4", "llama4_text", "phi", "starcoder2")
+"""Families of which less is divided than the memory plan takes for granted"""
 
 
 class FourRanks:
@@ -40,6 +59,7 @@ class FourRanks:
 
     def __init__(self, function: str, cases: Sequence[tuple[str, str]], folder: Path, small: Path) -> None:
         self.models = write_models(folder / "models")
+        tensor_ranks.write_configs(self.models / "families", function)
         self.checkpoints, self.expected = folder / "checkpoints", folder / "expected"
         self.expected.mkdir()
         self.metrics: dict[str, list[dict[str, float]]] = {}
@@ -65,6 +85,21 @@ class FourRanks:
             assert outcome["difference"] <= 1e-5
             for own, others in zip(outcome["metrics"], self.metrics[variant][1:], strict=True):
                 assert own == pytest.approx(others, rel=1e-4, abs=1e-6)
+
+    def assert_families_are_divided(self) -> None:
+        """Results and gradients are those of whole matrices, and the memory plan counts what is divided."""
+        for outcomes in self.by_rank:
+            for kind, outcome in outcomes["families"].items():
+                if isinstance(outcome, str):
+                    assert kind in WHOLE, outcome
+                    continue
+                assert kind not in WHOLE
+                difference, parts = outcome
+                assert difference < 1e-5, kind
+                own = sum(math.prod(shape) for name, shape in parts.items() if name.endswith("weight"))
+                shape = ModelShape.of(tiny_config(kind, vocab_size=VOCAB_SIZE).to_dict())
+                if kind not in FUSED and shape is not None:
+                    assert shape.divided(2) == len(self.by_rank) * own, kind
 
     def assert_the_step_is_that_of_halves(self, sharing: str = "shared rows") -> None:
         for outcomes in self.by_rank:
@@ -147,6 +182,33 @@ def test_divided_experts_are_sharded_among_the_ranks_that_have_them(four: FourRa
     assert all(same for rows in shards for *_, same in rows.values())
 
 
+def test_divided_matrices_are_sharded_among_the_ranks_that_have_the_same_part(four: FourRanks) -> None:
+    """The ranks 0 and 2 have the first half of each matrix, the ranks 1 and 3 the second."""
+    shards = [outcomes["shards of matrices"] for outcomes in four.by_rank]
+    layer = "model.layers.0."
+    parts = {name: [rows[layer + name][:2] for rows in shards] for name in ("mlp.up_proj.weight", NORM)}
+    assert parts["mlp.up_proj.weight"] == [[0, 12], [24, 36], [12, 24], [36, 48]]
+    assert parts[NORM] == [[0, 8], [8, 16], [16, 24], [24, 32]]  # not divided, over all ranks
+    for rows in shards:
+        # Of the last matrices a rank has half of the columns, which are too few for a block of 8-bit codes.
+        wrong = {name.rpartition(".layers.0.")[2] for name, (*_, same) in rows.items() if not same}
+        assert {name for name in wrong if ".layers." not in name} == {
+            "self_attn.o_proj.weight",
+            "mlp.down_proj.weight",
+        }
+
+
+def test_layers_of_divided_matrices_compute_what_whole_ones_do(four: FourRanks) -> None:
+    four.assert_families_are_divided()
+
+
+@pytest.mark.more
+def test_layers_of_all_families_compute_with_divided_matrices_what_they_do_with_whole_ones(
+    grid: FourRanks,
+) -> None:
+    grid.assert_families_are_divided()
+
+
 def test_layers_of_divided_experts_compute_what_one_rank_does(four: FourRanks) -> None:
     """Of each family; also where all tokens go to one rank, and none to the others."""
     for outcomes in four.by_rank:
@@ -206,6 +268,13 @@ def test_a_checkpoint_of_divided_experts_is_exported_as_one_ranks(four: FourRank
         torch.testing.assert_close(tensor, single[name], rtol=1e-5, atol=1e-6)
 
 
+def test_a_run_with_divided_matrices_goes_on_with_smaller_parts_and_on_one_rank(four: FourRanks) -> None:
+    with alone() as ranks:
+        resume = str(four.checkpoints / "by tensor 2")
+        single = against_one_rank(ranks, four.models, four.expected, VARIANT, resume=resume)
+    four.assert_went_on(single, key="resumed matrices")
+
+
 @pytest.mark.more
 def test_a_run_of_one_rank_goes_on_with_four_copies(grid: FourRanks) -> None:
     grid.assert_went_on()
@@ -251,6 +320,11 @@ def test_a_rank_runs_out_of_memory_where_others_recompute_layers_with_its_part_o
     grid.assert_the_step_is_that_of_halves("recomputed experts")
 
 
+def test_a_rank_with_a_part_of_the_matrices_runs_out_of_memory(four: FourRanks) -> None:
+    """The others' tokens lack its summands, and the step is repeated."""
+    four.assert_the_step_is_that_of_halves("divided matrices")
+
+
 @pytest.mark.more
 def test_a_rank_of_a_dense_model_that_shares_rows_runs_out_of_memory(grid: FourRanks) -> None:
     grid.assert_the_step_is_that_of_halves()
@@ -261,6 +335,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
     for sizes, words in (
         ({"context": 2}, "1 ranks cannot share the tokens of rows in groups of 2"),
         ({"expert": 2}, "a copy on 1 ranks cannot be divided in groups of 2; set learner.expert_parallel"),
+        ({"tensor": 2}, "a copy on 1 ranks cannot be divided in groups of 2; set learner.tensor_parallel"),
         ({"fsdp_size": 2}, "1 ranks cannot shard the parameters in groups of 2; set learner.fsdp_size"),
     ):
         try:

@@ -14,7 +14,7 @@ from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.train.state.compact_averages import compacted
-from support import context_ranks, expert_ranks, memory_faults
+from support import context_ranks, expert_ranks, memory_faults, tensor_ranks
 from support.mesh_steps import VARIANTS, against_one_rank, remeshed
 
 EVERY_TIME = (
@@ -26,6 +26,8 @@ EVERY_TIME = (
     ("experts 2", "experts"),
     ("experts 2, context 2", "adapters"),
     ("experts 4", "replay"),
+    ("tensor 2", "shared prompts"),
+    ("tensor 4", "adapters"),
 )
 """Meshes and variants that `make test` compares with one rank."""
 GRID = (
@@ -36,12 +38,16 @@ GRID = (
     ("experts 2, 2 copies", "experts"),
     ("experts 2, context 2", "corrections"),
     ("experts 4", "experts"),
+    ("tensor 2", "images"),
+    ("tensor 2, 2 copies", "windows"),
+    ("tensor 2, experts 2", "experts"),
+    ("tensor 2, experts 2", "corrections"),
 )
 """What `make test-more` compares beside them; with these there is each mesh and each variant."""
 
 VARIANT, EXPERTS = "shared prompts", "experts"
 """Of the resumed runs"""
-WRITERS = (("2 copies", VARIANT), ("experts 2", EXPERTS))
+WRITERS = (("2 copies", VARIANT), ("experts 2", EXPERTS), ("tensor 2", VARIANT))
 """Meshes and variants that write a checkpoint after the first step"""
 
 
@@ -102,6 +108,7 @@ def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small
         "groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}},
         "shards": shards(copies, Path(models, VARIANTS[VARIANT][0])),
         "shards of experts": shards(remeshed(ranks, "experts 2"), Path(models, VARIANTS[EXPERTS][0])),
+        "shards of matrices": shards(remeshed(ranks, "tensor 2"), Path(models, VARIANTS[VARIANT][0])),
         "experts": expert_ranks.differences(ranks.world),
         "collectives": {
             name: context_ranks.collectives(group)
@@ -134,6 +141,17 @@ def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small
             "divided experts, recomputed",
             str(Path(models, VARIANTS["experts"][0])),
         ),
+        "resumed matrices": against_one_rank(
+            remeshed(ranks, "tensor 4"),
+            Path(models),
+            Path(expected),
+            VARIANT,
+            resume=f"{checkpoints}/by tensor 2",
+        ),
+        "out of memory, divided matrices": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "tensor 2"), "dense", small
+        ),
+        "families": tensor_ranks.families(ranks, f"{models}/families", "every_time"),
     }
 
 
@@ -143,6 +161,7 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
     actor = {"memory": memory, "ppo_max_token_len_per_gpu": 48}  # several micro-batches for each rank
     return {
         "steps": compared(ranks, GRID, models, expected, checkpoints),
+        "families": tensor_ranks.families(ranks, f"{models}/families", "grid"),
         "resumed": against_one_rank(
             remeshed(ranks, "4 copies"),
             Path(models),

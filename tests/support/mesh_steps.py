@@ -33,20 +33,24 @@ from support.learner_scenarios import numbers, save, take_step
 
 NUM_PROMPTS = 4
 NUM_STEPS = 3
-MESHES: dict[str, tuple[int, int | None, int]] = {
-    "one copy": (1, None, 1),
-    "2 copies": (1, 2, 1),
-    "4 copies": (1, 1, 1),
-    "context 2": (2, None, 1),
-    "context 2, 2 copies": (2, 2, 1),
-    "context 4": (4, None, 1),
-    "context 4, 2 copies": (4, 2, 1),
-    "experts 2": (1, None, 2),
-    "experts 4": (1, None, 4),
-    "experts 2, 2 copies": (1, 2, 2),
-    "experts 2, context 2": (2, None, 2),
+MESHES: dict[str, dict[str, int]] = {
+    "one copy": {},
+    "2 copies": {"fsdp_size": 2},
+    "4 copies": {"fsdp_size": 1},
+    "context 2": {"context": 2},
+    "context 2, 2 copies": {"context": 2, "fsdp_size": 2},
+    "context 4": {"context": 4},
+    "context 4, 2 copies": {"context": 4, "fsdp_size": 2},
+    "experts 2": {"expert": 2},
+    "experts 4": {"expert": 4},
+    "experts 2, 2 copies": {"expert": 2, "fsdp_size": 2},
+    "experts 2, context 2": {"expert": 2, "context": 2},
+    "tensor 2": {"tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "tensor 2, 2 copies": {"tensor": 2, "fsdp_size": 2},
+    "tensor 2, experts 2": {"tensor": 2, "expert": 2},
 }
-"""Of four ranks, by name: `learner.context_parallel`, `learner.fsdp_size`, `learner.expert_parallel`."""
+"""Of four ranks, by name: sizes for `learner.context_parallel`, `fsdp_size` and so on."""
 
 IMAGES_KIND = "qwen3_vl"
 """Each rank adds the tower's states to its own tokens in the first decoder layers, too."""
@@ -84,15 +88,22 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 def remeshed(ranks: Ranks, mesh: str) -> Ranks:
     """The same ranks on one of `MESHES`; every rank calls it."""
-    context, fsdp_size, expert = MESHES[mesh]
-    timeout = datetime.timedelta(seconds=WAIT_S)
+    sizes = MESHES[mesh]
+    fsdp_size, tensor = sizes.get("fsdp_size"), sizes.get("tensor", 1)
+    context, timeout = sizes.get("context", tensor), datetime.timedelta(seconds=WAIT_S)
+    divided = {name: sizes.get(name, 1) for name in ("expert", "tensor")}
+    views = {
+        name: form_fsdp_mesh("cpu", fsdp_size, timeout, **{name: size}) if size > 1 else None
+        for name, size in divided.items()
+    }
     rows = form_rows_mesh("cpu", context, timeout)
     return replace(
         ranks,
         data=RankGroup.of(rows.get_group("data")),
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh("cpu", fsdp_size, timeout),
-        experts=form_fsdp_mesh("cpu", fsdp_size, timeout, expert=expert) if expert > 1 else None,
+        experts=views["expert"],
+        tensors=views["tensor"],
     )
 
 
@@ -121,7 +132,13 @@ def config_of(ranks: Ranks, models: Path, variant: str) -> RunConfig:
     actor |= sections.get("actor", {})
     actor["ppo_max_token_len_per_gpu"] //= context
     expert = 1 if ranks.experts is None else ranks.experts.size(-1)
-    sizes = {"world_size": ranks.world.size, "context_parallel": context, "expert_parallel": expert}
+    tensor = 1 if ranks.tensors is None else ranks.tensors.size(-1)
+    sizes = {
+        "world_size": ranks.world.size,
+        "context_parallel": context,
+        "expert_parallel": expert,
+        "tensor_parallel": tensor,
+    }
     return run_config(
         models / kind,
         **{

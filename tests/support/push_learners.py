@@ -27,16 +27,19 @@ class LearnerGroup:
     """Starts `size` processes; every call goes to all of them and returns their answers by rank.
 
     On "cuda" each process uses the GPU of its rank, and is no fork of one that has imported torch.
-    `expert` of them have different experts.
+    `expert` of them have different experts, `tensor` different parts of the layers' matrices.
     """
 
-    def __init__(self, config: dict[str, Any], size: int, device: str = "cpu", expert: int = 1) -> None:
+    def __init__(
+        self, config: dict[str, Any], size: int, device: str = "cpu", *, expert: int = 1, tensor: int = 1
+    ) -> None:
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[str]] = []
         for rank in range(size):
             ours, theirs = socket.socketpair()
-            arguments = [json.dumps(argument) for argument in (config, rank, size, port, device, expert)]
+            words = (config, rank, size, port, device, expert, tensor)
+            arguments = [json.dumps(word) for word in words]
             with theirs:
                 self._processes.append(_started(["-c", _PROGRAM, *arguments], theirs.fileno(), device))
             self._pipes.append(Connection(ours.detach()))
@@ -81,7 +84,9 @@ class LearnerGroup:
 
 
 class _Learner:
-    def __init__(self, config: dict[str, Any], rank: int, size: int, device: str, expert: int) -> None:
+    def __init__(
+        self, config: dict[str, Any], rank: int, size: int, device: str, expert: int, tensor: int
+    ) -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -100,7 +105,13 @@ class _Learner:
                     layer,
                     init_device_mesh(device, (size // expert, expert), mesh_dim_names=("shard", "expert")),
                 )
+            if tensor > 1:
+                sizes = (size // tensor, tensor)
+                self._divide_matrices(
+                    layer, init_device_mesh(device, sizes, mesh_dim_names=("shard", "tensor"))
+                )
             fully_shard(layer, mesh=mesh)
+        self._computes = tensor == 1  # else ranks would have to share tokens
         fully_shard(self._model, mesh=mesh)
         self._publisher = WeightPublisher(self._model, self._device)
 
@@ -119,6 +130,22 @@ class _Learner:
                 setattr(experts, name, nn.Parameter(parts[mesh.get_local_rank(1)].clone()))
             spread_experts(experts, mesh["expert"])
             fully_shard(experts, mesh=mesh["shard"])
+
+    def _divide_matrices(self, layer: Any, mesh: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        from paceline.learner.distributed.mesh import RankGroup
+        from paceline.learner.distributed.shards import own_part
+        from paceline.learner.model.decoder.tensor_parallel import divide_matrices, spread_matrices
+
+        undivided = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+        parts = divide_matrices(layer, mesh.size(1))
+        group = RankGroup.of(mesh["tensor"].get_group())
+        matrices = spread_matrices(parts, mesh["tensor"], group)
+        for name, parameter in layer.named_parameters():
+            own, box = own_part(parameter.detach())
+            own.copy_(undivided[name][box.slices])
+        fully_shard(matrices, mesh=mesh["shard"])
 
     def layout(self) -> bytes:
         return self._publisher.layout().to_bytes()
@@ -147,7 +174,8 @@ class _Learner:
         with torch.no_grad():
             for name, param in self._model.named_parameters():
                 param.to_local().copy_(source[name][own_box(param).slices])
-            self._model(torch.tensor([[1, 2, 3]], device=self._device))
+            if self._computes:
+                self._model(torch.tensor([[1, 2, 3]], device=self._device))
 
 
 def _started(words: Sequence[str], stdin: int, device: str) -> subprocess.Popen[str]:
@@ -162,14 +190,14 @@ def learner_main() -> None:
     import torch
     import torch.distributed as dist
 
-    config, rank, size, port, device, expert = map(json.loads, sys.argv[1:])
+    config, rank, size, port, device, expert, tensor = map(json.loads, sys.argv[1:])
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    learner = _Learner(config, rank, size, device, expert)
+    learner = _Learner(config, rank, size, device, expert, tensor)
     while True:
         try:
             method, args = pipe.recv()

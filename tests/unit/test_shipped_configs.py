@@ -67,6 +67,15 @@ MINIMAL = {
             "a step of 524,288 rows (data.train_batch_size x rollout.n) needs messages of up to 128 MiB",
         ),
         ("learner.context_parallel=2", "learner.context_parallel=2 must divide learner.world_size=1"),
+        ("learner.tensor_parallel=2", "learner.tensor_parallel=2 must divide learner.world_size=1"),
+        (
+            "learner={world_size: 4, fsdp_size: 2, tensor_parallel: 4}",
+            "learner.tensor_parallel=4 must divide the 2 ranks that share a copy of the weights",
+        ),
+        (
+            "learner={world_size: 4, tensor_parallel: 2, context_parallel: 4}",
+            "learner.tensor_parallel=2: these ranks also share the tokens of rows; leave out",
+        ),
         (
             "learner={world_size: 4, fsdp_size: 2, expert_parallel: 4}",
             "learner.expert_parallel=4 must divide the 2 ranks that share a copy of the weights",

@@ -164,6 +164,18 @@ def test_copies_of_layers_inputs_cost_what_computation_does_not_hide() -> None:
     assert StepTime.of(parse(RunConfig, tree), shape, slow).scoring == base.scoring
 
 
+def test_divided_matrices_save_gathers_and_cost_exchanges_of_tokens() -> None:
+    timed = replace(TIMED["7B, four GPUs"], compiled=False)
+    often = {"keep_gathered": False, "accumulate": False}
+    for memory, is_faster in (({}, False), (often, True)):
+        actor = {"memory": KEPT | memory, "ppo_max_token_len_per_gpu": 2048 if is_faster else 8192}
+        shared, divided = (
+            changed(timed, actor=actor, learner={name: 2}).update
+            for name in ("context_parallel", "tensor_parallel")
+        )
+        assert (divided < shared) == is_faster
+
+
 def test_a_small_model_that_runs_apart_waits_less_for_its_host() -> None:
     together = replace(TIMED["1.5B, model apart"], apart=False).estimate.generation
     assert TIMED["1.5B, model apart"].estimate.generation < 0.9 * together

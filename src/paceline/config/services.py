@@ -166,6 +166,14 @@ class LearnerConfig(Section):
         "with which the update fits into memory by the memory plan; 1 with `paceline up` and for training on "
         "pairs.",
     )
+    tensor_parallel: int = Field(
+        1,
+        gt=0,
+        description="Ranks over which the matrices of each layer are divided, for layers that are too large "
+        "for one GPU. The same ranks share the tokens of each row, so context_parallel is this number, too. "
+        "Must divide fsdp_size, and the model's attention heads. Has no compiled form; 1 for training on "
+        "pairs.",
+    )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores, divided among the ranks."
     )
@@ -184,14 +192,21 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _divides_evenly(self) -> Self:
-        for name, size in (("context_parallel", self.num_context_ranks), ("fsdp_size", self.num_shards)):
+        if self.tensor_parallel > 1 and self.context_parallel not in ("auto", self.tensor_parallel):
+            raise ValueError(
+                f"learner.tensor_parallel={self.tensor_parallel}: these ranks also share the tokens of rows; "
+                "leave out learner.context_parallel, or set it to the same number"
+            )
+        shared = "tensor_parallel" if self.tensor_parallel > 1 else "context_parallel"
+        for name, size in ((shared, self.num_context_ranks), ("fsdp_size", self.num_shards)):
             if self.world_size % size:
                 raise ValueError(f"learner.{name}={size} must divide learner.world_size={self.world_size}")
-        if self.num_shards % self.num_expert_ranks:
-            raise ValueError(
-                f"learner.expert_parallel={self.num_expert_ranks} must divide the {self.num_shards} ranks "
-                "that share a copy of the weights (learner.fsdp_size)"
-            )
+        for name, size in (("expert", self.num_expert_ranks), ("tensor", self.tensor_parallel)):
+            if self.num_shards % size:
+                raise ValueError(
+                    f"learner.{name}_parallel={size} must divide the {self.num_shards} ranks that share a "
+                    "copy of the weights (learner.fsdp_size)"
+                )
         return self
 
     def require_experts(self, model: str, num_experts: int) -> None:
@@ -221,7 +236,7 @@ class LearnerConfig(Section):
     @property
     def num_context_ranks(self) -> int:
         """Ranks that share the tokens of each row; 1 while the choice is still open."""
-        return 1 if self.context_parallel == "auto" else self.context_parallel
+        return self.tensor_parallel if self.context_parallel == "auto" else self.context_parallel
 
     @property
     def num_expert_ranks(self) -> int:

@@ -31,6 +31,12 @@ class TuningRunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _matrices_are_whole(self) -> Self:
+        if self.learner.tensor_parallel > 1:
+            raise ValueError("training on pairs divides no matrices; leave learner.tensor_parallel out")
+        return self
+
+    @model_validator(mode="after")
     def _images_are_read(self) -> Self:
         if self.data.image_key is not None and not self.takes_images:
             raise ValueError("`paceline rm` and `paceline dpo` read no images; leave data.image_key out")

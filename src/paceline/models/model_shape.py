@@ -249,6 +249,20 @@ class ModelShape:
         dense = self.num_dense * (attention + 3 * self.hidden * self.dense)
         return with_experts * (attention + self.hidden * mlp) + dense
 
+    def divided(self, num_ranks: int) -> int:
+        """Returns how many of a layer's parameters `learner.tensor_parallel` divides over this many ranks.
+
+        Latent attention and attention with norms over all heads stay whole, and so do keys and values of
+        fewer heads than ranks. Of a layer with experts, the MLP is the one that all tokens use.
+        """
+        head_dim = self.attention_width // self.num_heads
+        attention = 0
+        if self.latent is None and self.head_norms <= 2 * head_dim and self.num_heads % num_ranks == 0:
+            has_own_keys = self.kv_width // head_dim % num_ranks == 0
+            attention = self.attention_width + (self.kv_width if has_own_keys else 0)
+        mlp = self.shared if self.num_experts else self.intermediate
+        return self.hidden * (2 * attention + (3 * mlp if mlp % num_ranks == 0 else 0))
+
     @property
     def largest_matrix(self) -> int:
         """Upper bound on the size of a layer's largest matrix."""

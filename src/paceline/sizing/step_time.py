@@ -41,6 +41,9 @@ _EXPOSED: Final = 0.8
 # Exchanges of tokens with the ranks of their experts in a layer of an update: two forwards, two backwards.
 # They were not timed.
 _EXCHANGES: Final = 4
+# Gathers and sums of tokens around the divided matrices of a layer: two each forwards, as many backwards.
+# They were not timed either.
+_TOKEN_GATHERS: Final = 8
 # AdamW: bytes per parameter that are read and written; those over the bus if averages are in host memory, in
 # both directions at once.
 _OPTIMIZER_BYTES, _VISITING_BYTES = 30.0, 16.0
@@ -329,7 +332,7 @@ class _Batch:
     def _between_ranks(self) -> float:
         """Returns the seconds of gathers, reductions and exchanges that do not overlap computation.
 
-        Divided experts are gathered and reduced by the ranks that have the same ones.
+        Divided experts and matrices are gathered and reduced by the ranks that have the same parts.
         """
         learner, memory, steps = self.config.learner, self.config.actor.memory, self._steps
         shards, replicas = learner.num_shards, learner.world_size // learner.num_shards
@@ -338,10 +341,15 @@ class _Batch:
         reduced = self._trained * reductions
         numbers = (self.shape.num_parameters * gathers + reduced) * (shards - 1) / shards
         numbers += 2 * reduced / shards * (replicas - 1) / replicas  # an all-reduce of the shards
+        trained = reductions if self.config.model.lora is None else 0
+        if (tensor := learner.tensor_parallel) > 1:
+            gathered = self.shape.num_layers * self.shape.divided(tensor) * (gathers + trained)
+            numbers -= gathered * (tensor - 1) / tensor
+            tokens = self._tokens[0] * self.shape.hidden
+            numbers += _TOKEN_GATHERS * self.shape.num_layers * tokens * (tensor - 1)
         elsewhere = (learner.num_expert_ranks - 1) / learner.num_expert_ranks
         if self.shape.num_experts and elsewhere:
             with_experts = self.shape.num_layers - self.shape.num_dense
-            trained = reductions if self.config.model.lora is None else 0
             numbers -= with_experts * self.shape.experts * (gathers + trained) * elsewhere
             rows = self._tokens[0] * self.shape.num_chosen * self.shape.hidden
             numbers += _EXCHANGES * with_experts * rows * elsewhere

@@ -117,7 +117,7 @@ def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
     if config.learner.context_parallel != "auto":
         return config, []
     settled = config.changed(learner={"context_parallel": size})
-    if size == 1:
+    if size in (1, config.learner.tensor_parallel):
         return settled, []
     row, budget = f"a row of {config.max_model_len:,} tokens", config.actor.ppo_max_token_len_per_gpu
     is_too_small = "ppo_max_token_len_per_gpu" in config.actor.model_fields_set and (

@@ -290,6 +290,44 @@ def test_ranks_that_divide_experts_gather_their_part_of_them() -> None:
     )
 
 
+def test_ranks_that_divide_matrices_gather_their_part_of_them() -> None:
+    shape = shape_of(SEVEN)
+    assert shape.divided(2) == 3584 * (2 * (3584 + 512) + 3 * 18_944)
+    # 28 ranks have a head each, but there are four heads of keys; they cannot divide the MLP's width.
+    assert shape.divided(28) == 3584 * 2 * 3584
+    memory = {"recompute": "full", "accumulate": False, "keep_gathered": False, "offload": False}
+    shared, divided = (
+        LearnerMemory.of(run_of(learner={"world_size": 8, name: 2}, actor={"memory": memory}), shape)
+        for name in ("context_parallel", "tensor_parallel")
+    )
+    assert divided.num_tokens == shared.num_tokens
+    assert divided.resident == shared.resident
+    elsewhere = shape.divided(2) // 2
+    assert shared.update["gathered"] - divided.update["gathered"] == 2 * 2 * elsewhere
+    # One layer at a time keeps the states of the other rank's tokens, in attention and MLP.
+    for phase in ("scoring", "update"):
+        parts = getattr(shared, phase)["activations"], getattr(divided, phase)["activations"]
+        assert parts[1] - parts[0] == 2 * shared.layer_input
+    kept = [plan.changed(accumulates=True, keeps_gathered=True) for plan in (shared, divided)]
+    for part, size in (("gathered", 2), ("gradients", kept[0].bytes_per_gradient)):
+        assert kept[0].update[part] - kept[1].update[part] == size * 28 * elsewhere
+
+
+def test_divided_matrices_go_with_eager_layers_and_adamw() -> None:
+    learner = {"world_size": 8, "tensor_parallel": 2}
+    assert not run_of(learner=learner).with_compile(on_gpu=True).actor.compiles
+    with pytest.raises(ConfigError, match=r"learner\.tensor_parallel has no compiled form"):
+        run_of(learner=learner, actor={"compile": True})
+    for kind in ("muon", "adamw_8bit"):
+        with pytest.raises(ConfigError, match=rf"actor\.optim\.type={kind} needs whole rows of matrices"):
+            run_of(learner=learner, actor={"optim": {"type": kind}})
+        critic, gae = {"optim": {"type": kind}}, {"adv_estimator": "gae"}
+        with pytest.raises(ConfigError, match=rf"critic\.optim\.type={kind} needs whole rows"):
+            run_of(learner=learner, critic=critic, algorithm=gae)
+    settled = run_of(learner=learner).with_context().learner
+    assert (settled.context_parallel, settled.num_data_ranks) == (2, 4)
+
+
 def test_experts_are_divided_evenly_or_not_at_all() -> None:
     learner = run_of(learner={"world_size": 8, "expert_parallel": 8}).learner
     learner.require_experts("a-model", 64)

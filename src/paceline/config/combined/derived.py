@@ -109,8 +109,8 @@ class DerivedSettings(RunSections):
         If the file sets no budget, it can be raised to a rank's share of the longest row.
         """
         learner, is_given = self.learner, "ppo_max_token_len_per_gpu" in self.actor.model_fields_set
-        if learner.context_parallel != "auto":
-            sizes = [learner.context_parallel]
+        if learner.context_parallel != "auto" or learner.tensor_parallel > 1:
+            sizes = [learner.num_context_ranks]
         else:
             most = 1 if self.actor.compile is True else learner.world_size
             sizes = [size for size in range(1, most + 1) if learner.world_size % size == 0]

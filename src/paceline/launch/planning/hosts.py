@@ -103,6 +103,7 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
         "context_parallel": learner.num_context_ranks,
         "fsdp_size": learner.ranks_per_copy or 1,
         "expert_parallel": learner.num_expert_ranks,
+        "tensor_parallel": learner.tensor_parallel,
     }
     for name, size in sizes.items():
         if num_ranks % size:

@@ -38,6 +38,7 @@ class LearnerMemory:
         num_tokens: number of tokens of a micro-batch on a rank, with the patches of its images.
         context: ranks that share the tokens of a micro-batch; each computes all of its images.
         expert: ranks over which the experts of a layer are divided; each is assumed to get as many tokens.
+        tensor: ranks over which the matrices of a layer are divided.
         kept_share: share of the activations that the update keeps.
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
@@ -79,6 +80,7 @@ class LearnerMemory:
     vision: TrainedVision = "none"
     context: int = 1
     expert: int = 1
+    tensor: int = 1
     gpu_bytes: int = 0
     muon: bool = False
     critic_muon: bool = False
@@ -122,6 +124,7 @@ class LearnerMemory:
             vision=config.model.vision.train,
             context=config.learner.num_context_ranks,
             expert=config.learner.num_expert_ranks,
+            tensor=config.learner.tensor_parallel,
             gpu_bytes=max(totals, default=0),
             muon=actor.optim.type == "muon",
             critic_muon=config.critic.optim.type == "muon",
@@ -292,17 +295,25 @@ class LearnerMemory:
 
     @property
     def _num_gathered(self) -> int:
-        """Number of the parameters that a rank gathers in a pass: all but other ranks' experts."""
-        return self.shape.num_parameters - (self.shape.num_layers - self.shape.num_dense) * self._elsewhere
+        """Number of the parameters that a rank gathers in a pass: all but other ranks' parts."""
+        shape = self.shape
+        elsewhere = (shape.num_layers - shape.num_dense) * self._experts_elsewhere
+        return shape.num_parameters - elsewhere - shape.num_layers * self._matrices_elsewhere
 
     @property
     def _in_flight(self) -> int:
-        return self.shape.root + 2 * (self.shape.layer - self._elsewhere)
+        layer = self.shape.layer - self._experts_elsewhere - self._matrices_elsewhere
+        return self.shape.root + 2 * layer
 
     @property
-    def _elsewhere(self) -> int:
+    def _experts_elsewhere(self) -> int:
         """Number of the parameters of a layer's experts that a rank does not gather."""
         return self.shape.experts * (self.expert - 1) // self.expert
+
+    @property
+    def _matrices_elsewhere(self) -> int:
+        """Number of the parameters of a layer's divided matrices that a rank does not gather."""
+        return self.shape.divided(self.tensor) * (self.tensor - 1) // self.tensor
 
     @property
     def _of_images(self) -> int:
@@ -378,8 +389,12 @@ class LearnerMemory:
 
     @property
     def _layer(self) -> int:
-        """Bytes of activations of one layer that keeps them."""
-        return self.num_tokens * self.bytes_per_number * self.shape.activations(compiled=self.compiled)
+        """Bytes of activations of one layer that keeps them.
+
+        Attention and MLP with divided matrices also keep the states of the other ranks' tokens.
+        """
+        numbers = self.shape.activations(compiled=self.compiled)
+        return self.num_tokens * self.bytes_per_number * numbers + 2 * (self.tensor - 1) * self.layer_input
 
 
 def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:

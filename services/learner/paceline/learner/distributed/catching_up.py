@@ -10,7 +10,8 @@ communicates.
 
 Ranks that share rows also exchange tokens and sums, whose sizes depend on the micro-batch. So the pass is run
 again with the micro-batch's loss; the network still computes two masked tokens, and sends zeros of the sizes
-that the others expect (`CountedGroup`).
+that the others expect (`CountedGroup`). The same holds for the tokens that they gather and add up where
+they divide matrices.
 
 Ranks that divide experts announce how many tokens they send. After the failure this rank announces none, and
 for what it announced before it sends zeros. It computes no tokens of other ranks: they get zeros back
@@ -22,7 +23,7 @@ can only be switched off, which is done for modules whose shards were averaged b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +35,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from paceline.learner.distributed.mesh import RankGroup, Route, room_for
+from paceline.learner.distributed.mesh import RankGroup, Route, all_gather, reduce_scatter, room_for
 from paceline.learner.distributed.ranks import Ranks
-
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class PassCollectives:
@@ -61,6 +59,8 @@ class PassCollectives:
             )
         self._averaged: list[FSDPModule] = []
         for module in network.modules():
+            if getattr(module, "tensor_group", None) is not None:
+                module.tensor_group = network.context
             if (experts := getattr(module, "expert_group", None)) is not None:
                 module.expert_group = CountedExperts(
                     rank=experts.rank,
@@ -181,7 +181,7 @@ class _Gather(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         if self.take_part():
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return None
 
 
@@ -197,7 +197,7 @@ class _Scatter(_Comm):
         async_op: bool = False,
     ) -> Any:
         if self.take_part():
-            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return None
 
 
@@ -283,6 +283,28 @@ class CountedGroup(RankGroup):
         if self.exchanges.take_part():
             dist.all_to_all_single(received, sent, group=self.process_group)
         return blocks.detach().clone() if is_absent else received
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Gathers rows; if absent, this rank repeats its own, and the others get zeros."""
+        is_absent = self.exchanges.is_absent
+        sent = rows.detach().contiguous()
+        if is_absent:
+            sent = room_for(rows, self.exchanges.num_tokens).zero_()
+        gathered = room_for(rows, self.size * len(sent))
+        if self.exchanges.take_part():
+            all_gather(gathered, sent, group=self.process_group)
+        return rows.detach().repeat(self.size, *[1] * (rows.ndim - 1)) if is_absent else gathered
+
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """Adds up rows; if absent, this rank keeps its own, and adds zeros to the others'."""
+        is_absent, number = self.exchanges.is_absent, len(rows) // self.size
+        sent = rows.detach().contiguous()
+        if is_absent:
+            sent = room_for(rows, self.size * self.exchanges.num_tokens).zero_()
+        total = room_for(rows, len(sent) // self.size)
+        if self.exchanges.take_part():
+            reduce_scatter(total, sent, group=self.process_group)
+        return rows.detach()[:number].clone() if is_absent else total
 
     def all_sum(self, values: Tensor) -> Tensor:
         """Sums over the ranks; skips a sum that this rank took part in before its pass failed."""

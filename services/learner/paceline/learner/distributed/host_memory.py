@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +32,22 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Returns the tensor whose part on this rank is `local`, sharded by rows like another tensor.
+    """Returns the tensor whose part on this rank is `local`, sharded like another tensor.
 
     Args:
-        tensor: the other tensor; it has as many rows.
-        local: this rank's rows, which may have another shape, and may be on the CPU.
+        tensor: the other tensor; it has as many rows, and further dimensions are sharded evenly.
+        local: this rank's part, whose rows may have another shape, and which may be on the CPU.
     """
     if not isinstance(tensor, DTensor):
         return local
     mesh = tensor.device_mesh
     if local.device.type != mesh.device_type:
         mesh = cpu_mesh_like(mesh)
-    shape = torch.Size((tensor.shape[0], *local.shape[1:])) if tensor.ndim else tensor.shape
+    sizes = [tensor.shape[0], *local.shape[1:]] if tensor.ndim else []
+    for number, placement in zip(mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard) and placement.dim:
+            sizes[placement.dim] *= number
+    shape = torch.Size(sizes)
     return DTensor.from_local(
         local,
         mesh,

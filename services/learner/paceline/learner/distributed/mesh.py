@@ -6,17 +6,21 @@
     shard      different shards of the parameters   gathers of weights, averages of gradients
     replicate  the same shards of the parameters    averages of the shards' gradients
     expert     different experts of every layer     exchanges of tokens
+    tensor     different parts of every matrix      gathers and sums of tokens
 
-There are two views of all ranks: (data, context), and (replicate, shard) for FSDP. With expert parallelism, a
-third one is for the experts: (replicate, shard, expert). In each, the last dimension runs fastest, so that
-ranks which talk most are on one host. Dimensions of different views overlap: without `replicate`, FSDP shards
-over data and context together.
+There are two views of all ranks: (data, context), and (replicate, shard) for FSDP. What ranks divide before
+FSDP shards it has a view of its own: experts (replicate, shard, expert), layers' matrices (replicate, shard,
+tensor). In each, the last dimension runs fastest, so that ranks which talk most are on one host. Dimensions
+of different views overlap: without `replicate`, FSDP shards over data and context together. Ranks along
+`tensor` are those along `context`.
 """
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from paceline.core.errors import ConfigError
+
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""torch's collectives on one tensor, which newer versions of it have renamed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,6 +107,18 @@ class RankGroup:
         dist.all_to_all_single(received, sent, group=self.process_group)
         return received
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Gathers (m, ...) of each rank as (n m, ...), in the order of ranks."""
+        gathered = room_for(rows, self.size * len(rows))
+        all_gather(gathered, rows.detach().contiguous(), group=self.process_group)
+        return gathered
+
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """Adds up (n m, ...) of all ranks; returns this rank's (m, ...) of the sum."""
+        total = room_for(rows, len(rows) // self.size)
+        reduce_scatter(total, rows.detach().contiguous(), group=self.process_group)
+        return total
+
     def route(self, counts: Tensor) -> Route:
         """Tells the ranks how many rows they will get, by kind.
 
@@ -158,7 +178,12 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
 
 
 def form_fsdp_mesh(
-    device_type: str, size: int | None, timeout: datetime.timedelta, *, expert: int | None = None
+    device_type: str,
+    size: int | None,
+    timeout: datetime.timedelta,
+    *,
+    expert: int | None = None,
+    tensor: int | None = None,
 ) -> DeviceMesh:
     """Forms the dimensions for `fully_shard`: "shard", after "replicate" if there are several copies.
 
@@ -168,9 +193,11 @@ def form_fsdp_mesh(
         timeout: bounds every wait of one rank for another.
         expert: forms the dimensions of experts, with "expert" as the last: that many ranks divide those of a
             layer.
+        tensor: forms those of layers' matrices, with "tensor" as the last.
 
     Raises:
-        ConfigError: `size` does not divide the number of ranks, or `expert` does not divide `size`.
+        ConfigError: `size` does not divide the number of ranks, or `expert` or `tensor` does not divide
+            `size`.
     """
     world_size = dist.get_world_size()
     size = size or world_size
@@ -182,13 +209,15 @@ def form_fsdp_mesh(
     shape = {"replicate": world_size // size, "shard": size}
     if size == world_size:
         del shape["replicate"]
-    if expert is not None:
-        if size % expert:
+    for name, number in (("expert", expert), ("tensor", tensor)):
+        if number is None:
+            continue
+        if size % number:
             raise ConfigError(
-                f"the experts of a copy on {size} ranks cannot be divided in groups of {expert}; set "
-                f"learner.expert_parallel to a divisor of {size}"
+                f"a copy on {size} ranks cannot be divided in groups of {number}; set "
+                f"learner.{name}_parallel to a divisor of {size}"
             )
-        shape |= {"shard": size // expert, "expert": expert}
+        shape |= {"shard": size // number, name: number}
     return _form(device_type, shape, timeout)
 
 

@@ -107,6 +107,8 @@ class Ranks:
             "replicate" if there are several copies. Gradients are averaged over both.
         experts: all ranks by the experts that they have: `fsdp` with "expert" as its last dimension, the
             ranks over which the experts of a layer are divided; None if no rank has experts of its own.
+        tensors: all ranks by the parts of matrices that they have, with "tensor" as the last dimension: the
+            ranks of `context`; None if matrices are not divided.
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another gloo group, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
@@ -122,6 +124,7 @@ class Ranks:
     storage: dist.ProcessGroup
     store: Store
     experts: DeviceMesh | None = None
+    tensors: DeviceMesh | None = None
     num_local: int = 1
 
 
@@ -199,6 +202,7 @@ def form_group(
     context: int = 1,
     fsdp_size: int | None = None,
     expert: int = 1,
+    tensor: int = 1,
 ) -> Ranks:
     """Forms the process groups; every rank calls it.
 
@@ -208,10 +212,11 @@ def form_group(
         context: ranks that share the tokens of each row.
         fsdp_size: ranks that share one copy of the parameters; None: all.
         expert: ranks over which the experts of a layer are divided.
+        tensor: ranks over which the matrices of a layer are divided: 1, or `context`.
 
     Raises:
-        ConfigError: `context` or `fsdp_size` does not divide the number of ranks, or `expert` does not divide
-            `fsdp_size`.
+        ConfigError: `context` or `fsdp_size` does not divide the number of ranks, or `expert` or `tensor`
+            does not divide `fsdp_size`.
         RuntimeError: a rank did not join in time.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -236,6 +241,7 @@ def form_group(
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh(device.type, fsdp_size, timeout),
         experts=form_fsdp_mesh(device.type, fsdp_size, timeout, expert=expert) if expert > 1 else None,
+        tensors=form_fsdp_mesh(device.type, fsdp_size, timeout, tensor=tensor) if tensor > 1 else None,
         control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,
@@ -254,6 +260,7 @@ def join_group(settings: LearnerConfig, environment: RankEnvironment, store: Sto
         context=settings.num_context_ranks,
         fsdp_size=settings.ranks_per_copy,
         expert=settings.num_expert_ranks,
+        tensor=settings.tensor_parallel,
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -14,8 +17,8 @@ from paceline.weights.geometry.layout import chunk_rows
 def own_box(parameter: torch.Tensor, name: str = "a parameter") -> Box:
     """Returns the box of a parameter that this rank holds.
 
-    Experts may be divided over ranks before FSDP shards them. Their placement by FSDP is then a strided one
-    and comes first, although it divides what the other one has left.
+    Experts and matrices may be divided over ranks before FSDP shards them. Their placement by FSDP is then a
+    strided one and comes first, although it divides what the other one has left.
 
     Args:
         parameter: complete or sharded.
@@ -45,9 +48,23 @@ def own_box(parameter: torch.Tensor, name: str = "a parameter") -> Box:
     return box
 
 
-def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Returns this rank's part of a parameter, and its rows [start, stop) in dimension 0."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0, parameter.shape[0]
-    box = own_box(parameter)
-    return parameter.to_local(), box.start[0], box.stop[0]
+def own_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """Returns this rank's part of a parameter, and its box."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local, own_box(parameter)
+
+
+class OwnPart:
+    """The attributes of a module, and of those in it, with this rank's part of each divided parameter."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if isinstance(value, nn.ModuleDict):
+            return {key: OwnPart(part) for key, part in value.items()}
+        return self._part_of(value) if isinstance(value, DTensor) else value
+
+    def _part_of(self, parameter: DTensor) -> Tensor:
+        return parameter.to_local()

@@ -187,7 +187,7 @@ def require_shared_tokens(config: Any, num_ranks: int) -> None:
     if heads % num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks cannot share the {heads} attention heads of this model evenly; set "
-            f"learner.context_parallel to a divisor of {heads}"
+            f"learner.context_parallel (or tensor_parallel) to a divisor of {heads}"
         )
     if family_of(config.model_type).has_states:
         raise ConfigError(

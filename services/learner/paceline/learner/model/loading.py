@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 
@@ -24,7 +25,7 @@ from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.core.policy import TrainedVision
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.distributed.shards import local_rows
+from paceline.learner.distributed.shards import own_part
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
@@ -37,6 +38,7 @@ from paceline.learner.model.decoder.experts import (
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.decoder.llama4 import use_packed_llama4
 from paceline.learner.model.decoder.recurrence import use_packed_recurrence
+from paceline.learner.model.decoder.tensor_parallel import divide_matrices, spread_matrices
 from paceline.learner.model.image_states import is_trained, train_tower, vision_tower
 from paceline.learner.model.lora import B, add_adapters, is_adapter, require_compilable_adapters
 from paceline.learner.model.networks import (
@@ -296,11 +298,17 @@ def _materialise(
     options.apply(lm, decoder_layers(body), ranks.device, trained)
     for layer in decoder_layers(body):
         divided = [] if ranks.experts is None else divide_experts(layer, ranks.experts.size(-1))
+        parts = [] if ranks.tensors is None else divide_matrices(layer, ranks.tensors.size(-1))
         give_storage(layer, lm, ranks.device, precision.store)
         for experts in divided:
-            _shard_experts(experts, ranks, policy, options)
+            assert ranks.experts is not None
+            spread_experts(experts, ranks.experts["expert"])
+            _shard_divided([experts], ranks.experts, policy, options)
         if divided:
             keep_routes(layer)
+        if ranks.tensors is not None and ranks.context is not None:
+            matrices = spread_matrices(parts, ranks.tensors["tensor"], ranks.context)
+            _shard_divided(matrices, ranks.tensors, policy, options)
         fully_shard(layer, mesh=ranks.fsdp, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
         if options.compiled:
             take_numbers_as_known(layer)
@@ -311,24 +319,21 @@ def _materialise(
     fully_shard(network, mesh=ranks.fsdp, mp_policy=replace(policy, cast_forward_inputs=False))
 
 
-def _shard_experts(
-    experts: nn.Module, ranks: Ranks, policy: MixedPrecisionPolicy, options: LayerOptions
+def _shard_divided(
+    modules: list[Any], mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: LayerOptions
 ) -> None:
-    """Shards this rank's experts of a layer over the ranks with the same experts."""
-    assert ranks.experts is not None
-    *sharding, expert = ranks.experts.mesh_dim_names or ()
-    spread_experts(experts, ranks.experts[expert])
+    """Shards this rank's part of what the last dimension of a mesh divides over the others."""
     fully_shard(
-        experts,
-        mesh=ranks.experts[tuple(sharding)],
+        modules,
+        mesh=mesh[(mesh.mesh_dim_names or ())[:-1]],
         # Weights of choices may be float32, and are multiplied in it.
         mp_policy=replace(policy, cast_forward_inputs=False),
         reshard_after_forward=not options.keep_gathered,
     )
-    fsdp = as_fsdp(experts)
+    fsdp = as_fsdp(modules[0])  # they are one unit
     # FSDP would divide by the ranks that it reduces over, but each had the tokens of its group already.
-    fsdp.set_gradient_divide_factor(float(ranks.fsdp.size()))
-    if ranks.experts.size(-2) > 1:  # alone, FSDP would divide twice
+    fsdp.set_gradient_divide_factor(float(mesh.size()))
+    if mesh.size(-2) > 1:  # alone, FSDP would divide twice
         fsdp.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
 
@@ -453,14 +458,15 @@ def _fill(network: nn.Module, source: _CompleteSource) -> None:
     """Fills tensors, a block per thread, because drawing or converting takes longer than copying."""
     blocks = []
     for name, parameter in hugging_face_names(network):
-        local, start, stop = local_rows(parameter)
-        if stop <= start:
+        local, box = own_part(parameter)
+        if not box.volume:
             continue
-        read = source.rows(name, parameter.shape)
+        read, (start, stop) = source.rows(name, parameter.shape), (box.start[0], box.stop[0])
         for begin, end in _blocks(parameter.shape):
             first, last = max(start, begin), min(stop, end)
             if first < last:
-                blocks.append((local[first - start : last - start], partial(read, first, last)))
+                rows = local[first - start : last - start]
+                blocks.append((rows, partial(_read_part, read, first, last, box.slices[1:])))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # blocks run in parallel, so none needs its own threads
     try:
@@ -473,6 +479,10 @@ def _fill(network: nn.Module, source: _CompleteSource) -> None:
                 threads.shutdown(wait=False, cancel_futures=True)  # after an error, read no more
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _read_part(read: ReadRows, first: int, last: int, within: tuple[slice, ...]) -> Tensor:
+    return read(first, last)[(slice(None), *within)]
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.host_memory import local_part
+from paceline.learner.distributed.shards import own_box
 from paceline.learner.model.architectures import UncompilableError, stacks_of
 
 A, B = ".lora_a", ".lora_b"
@@ -337,9 +338,9 @@ def _owner(weight: str) -> str:
 
 def _merged_rows(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns this rank's rows of the merged matrix, or its experts; every rank calls it."""
-    is_shared = isinstance(a, DTensor) and a.ndim == 2  # each row of W takes all rows of A
-    a = a.full_tensor() if is_shared else local_part(a)  # type: ignore[attr-defined]
-    return merge(local_part(weight), a, local_part(b), scale)
+    if isinstance(a, DTensor) and a.ndim == 2:  # each row of W takes all rows of A
+        a = a.full_tensor()[:, own_box(weight).slices[1]]
+    return merge(local_part(weight), local_part(a), local_part(b), scale)
 
 
 def _adapted(network: nn.Module) -> list[Any]:

@@ -15,7 +15,8 @@ Llama 4's layers with chunks see the packed row cut at multiples of the chunk's 
 sequence; its layers without rotary embedding scale queries by their positions.
 
 Where ranks share the tokens, each rank computes the attention of some heads, see
-`paceline.learner.distributed.context`.
+`paceline.learner.distributed.context`. Where they also divide the layer's matrices, it already has the
+queries of its heads for all tokens, see `paceline.learner.model.decoder.tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from paceline.learner.distributed.context import heads_of_all_tokens, tokens_of_
 from paceline.learner.model.decoder import flash_attention
 from paceline.learner.model.decoder.flash_attention import Scoring
 from paceline.learner.model.decoder.rows import take_rows
+from paceline.learner.model.decoder.tensor_parallel import own_key_heads
 
 PACKED_ATTENTION = "paceline_packed"
 SLICE_SCORES = 1 << 26
@@ -87,7 +89,7 @@ def packed_attention(
     Args:
         module: the attention layer; `chunk_size` and `temperature` are read if it has them, see
             `paceline.learner.model.decoder.llama4`.
-        query: (1, H, T, D), with T the tokens of this rank.
+        query: (1, H, T, D), with T the tokens of this rank; with divided matrices all tokens, of its heads.
         key: (1, G, T, D) with G dividing H (grouped-query attention).
         value: like key, but D may differ.
         attention_mask: None; `packed` replaces it.
@@ -113,16 +115,19 @@ def packed_attention(
     _require_plain(module, dropout, attention_mask)
     scoring = Scoring(scaling=scaling, window=sliding_window, softcap=softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    group = packed.context
+    group, has_own_heads = packed.context, getattr(module, "tensor_group", None) is not None
     if group is not None:
-        q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
+        if not has_own_heads:
+            q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
+        elif not module.has_own_keys:
+            k, v = (own_key_heads(x, group) for x in (k, v))
         s_aux = None if s_aux is None else s_aux.chunk(group.size)[group.rank]
     if (temperature := getattr(module, "temperature", None)) is not None:
         q = temperature.scaled(q, packed)
     if chunk_size := getattr(module, "chunk_size", None):
         packed = packed.in_chunks(chunk_size)
     out = _attended(q, k, v, packed, scoring, s_aux)
-    if group is not None:
+    if group is not None and not has_own_heads:
         out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
 

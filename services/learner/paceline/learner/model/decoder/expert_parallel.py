@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.mesh import RankGroup, Route
+from paceline.learner.distributed.shards import OwnPart
 from paceline.learner.model.architectures import stacks_of
 
 
@@ -143,22 +144,6 @@ def _sending(experts: Any, indices: Tensor) -> _Sending:
     return sending
 
 
-class _OwnPart:
-    """The attributes of experts or of their adapters, with this rank's part of each parameter.
-
-    The class's `forward` reads nothing else.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        if isinstance(value, nn.ModuleDict):
-            return {key: _OwnPart(part) for key, part in value.items()}
-        return value.to_local() if isinstance(value, DTensor) else value
-
-
 # One class for all layers, so that they share code.
 @cache
 def _spread_kind(kind: type[nn.Module]) -> type[nn.Module]:
@@ -184,7 +169,7 @@ def _computed(experts: Any, plain: Any, rows: Tensor, route: Route) -> Tensor:
         # Kernels need a row, and FSDP needs a gradient on every rank.
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         numbers = numbers.new_zeros(1)
-    results: Tensor = plain(_OwnPart(experts), rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
+    results: Tensor = plain(OwnPart(experts), rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
     return results[: route.num_received]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.context import added_up
 from paceline.learner.distributed.mesh import RankGroup
-from paceline.learner.distributed.shards import local_rows
+from paceline.learner.distributed.shards import own_part
 from paceline.weights import corrections
 
 _IN_FLOAT32 = "TopkRouter"
@@ -80,8 +80,8 @@ def move_corrections(lm: nn.Module, rate: float, counts: Tensor) -> None:
     parameters = correction_parameters(lm)
     by_layer = torch.split(counts, [len(parameter) for parameter in parameters])
     for parameter, of_layer in zip(parameters, by_layer, strict=True):
-        local, start, stop = local_rows(parameter)
-        moves = rate * (of_layer.mean() - of_layer).sign()[start:stop].to(local.device)
+        local, box = own_part(parameter)
+        moves = rate * (of_layer.mean() - of_layer).sign()[box.slices[0]].to(local.device)
         local.copy_(corrections.split(corrections.join(local) + moves.float()))
 
 
