@@ -97,7 +97,7 @@ def _update(layout: Layout) -> str:
     kept = ", ".join(f"{name}={str(value).lower()}" for name, value in memory.items())
     learner = layout.settled.learner
     context, experts = learner.num_context_ranks, learner.num_expert_ranks
-    what = "tokens of each row and matrices" if learner.tensor_parallel > 1 else "the tokens of each row"
-    shared = f"{what} on {context} ranks, " if context > 1 else ""
+    matrices = " and the matrices of each layer" if learner.tensor_parallel > 1 else ""
+    shared = f"the tokens of each row{matrices} on {context} ranks, " if context > 1 else ""
     divided = f"the experts of each layer on {experts} ranks, " if experts > 1 else ""
     return f"{shared}{divided}micro-batches of {actor.ppo_max_token_len_per_gpu:,} tokens, {kept}"
