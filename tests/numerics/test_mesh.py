@@ -59,7 +59,8 @@ class FourRanks:
 
     def __init__(self, function: str, cases: Sequence[tuple[str, str]], folder: Path, small: Path) -> None:
         self.models = write_models(folder / "models")
-        tensor_ranks.write_configs(self.models / "families", function)
+        if function == "grid":
+            tensor_ranks.write_configs(self.models / "families")
         self.checkpoints, self.expected = folder / "checkpoints", folder / "expected"
         self.expected.mkdir()
         self.metrics: dict[str, list[dict[str, float]]] = {}
@@ -198,10 +199,6 @@ def test_divided_matrices_are_sharded_among_the_ranks_that_have_the_same_part(fo
         }
 
 
-def test_layers_of_divided_matrices_compute_what_whole_ones_do(four: FourRanks) -> None:
-    four.assert_families_are_divided()
-
-
 @pytest.mark.more
 def test_layers_of_all_families_compute_with_divided_matrices_what_they_do_with_whole_ones(
     grid: FourRanks,
@@ -320,9 +317,10 @@ def test_a_rank_runs_out_of_memory_where_others_recompute_layers_with_its_part_o
     grid.assert_the_step_is_that_of_halves("recomputed experts")
 
 
-def test_a_rank_with_a_part_of_the_matrices_runs_out_of_memory(four: FourRanks) -> None:
+@pytest.mark.more
+def test_a_rank_with_a_part_of_the_matrices_runs_out_of_memory(grid: FourRanks) -> None:
     """The others' tokens lack its summands, and the step is repeated."""
-    four.assert_the_step_is_that_of_halves("divided matrices")
+    grid.assert_the_step_is_that_of_halves("divided matrices")
 
 
 @pytest.mark.more

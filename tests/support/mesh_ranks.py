@@ -148,10 +148,6 @@ def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small
             VARIANT,
             resume=f"{checkpoints}/by tensor 2",
         ),
-        "out of memory, divided matrices": memory_faults.ranks_that_share_rows(
-            remeshed(ranks, "tensor 2"), "dense", small
-        ),
-        "families": tensor_ranks.families(ranks, f"{models}/families", "every_time"),
     }
 
 
@@ -161,7 +157,10 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
     actor = {"memory": memory, "ppo_max_token_len_per_gpu": 48}  # several micro-batches for each rank
     return {
         "steps": compared(ranks, GRID, models, expected, checkpoints),
-        "families": tensor_ranks.families(ranks, f"{models}/families", "grid"),
+        "out of memory, divided matrices": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "tensor 2"), "dense", small
+        ),
+        "families": tensor_ranks.families(ranks, f"{models}/families"),
         "resumed": against_one_rank(
             remeshed(ranks, "4 copies"),
             Path(models),

@@ -19,27 +19,23 @@ from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE
 from support.mesh_steps import full, remeshed, share
 
-KINDS = {
-    "every_time": ("llama", "gpt_oss", "ministral3", "qwen2_moe"),
-    "grid": tuple(sorted({*ARCHITECTURES} - {*MODELS_WITH_IMAGES})),
-}
-"""Families whose matrices `make test` divides, and `make test-more`."""
+KINDS = tuple(sorted({*ARCHITECTURES} - {*MODELS_WITH_IMAGES}))
 
 
-def write_configs(folder: Path, group: str) -> None:
+def write_configs(folder: Path) -> None:
     """Writes a tiny config.json of each family."""
-    for kind in KINDS[group]:
+    for kind in KINDS:
         tiny_config(kind, vocab_size=VOCAB_SIZE).save_pretrained(folder / kind)
 
 
-def families(ranks: Ranks, folder: str, group: str) -> dict[str, Any]:
+def families(ranks: Ranks, folder: str) -> dict[str, Any]:
     """By family: the largest difference from ranks that only share tokens, and what is divided of a layer.
 
     Or the reason why there is nothing to divide.
     """
     outcomes: dict[str, Any] = {}
     meshes = [remeshed(ranks, mesh) for mesh in ("context 2", "tensor 2")]
-    for kind in KINDS[group]:
+    for kind in KINDS:
         try:
             shared, divided = (log_probs_and_gradients(Path(folder, kind), mesh) for mesh in meshes)
         except ConfigError as error:
