@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.decoder.expert_parallel import divide_experts, keep_routes, spread_experts
+from paceline.learner.model.decoder.divided.expert_parallel import divide_experts, keep_routes, spread_experts
 from paceline.learner.model.decoder.host_inputs import HostInputs
 from paceline.models.facts import family_of
 from support.expert_ranks import KINDS, experts_of

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.decoder.tensor_parallel import divide_matrices, own_key_heads
+from paceline.learner.model.decoder.divided.tensor_parallel import divide_matrices, own_key_heads
 
 pytestmark = pytest.mark.torch
 

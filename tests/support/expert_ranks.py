@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.model.architectures import stacks_of
-from paceline.learner.model.decoder.expert_parallel import divide_experts, spread_experts
+from paceline.learner.model.decoder.divided.expert_parallel import divide_experts, spread_experts
 from support.architectures import tiny_config
 from support.expert_models import COMMON_KINDS
 

@@ -121,7 +121,7 @@ class _Learner:
         from torch.distributed.fsdp import fully_shard
 
         from paceline.learner.model.architectures import stacks_of
-        from paceline.learner.model.decoder.expert_parallel import spread_experts
+        from paceline.learner.model.decoder.divided.expert_parallel import spread_experts
 
         for experts in [module for module in layer.modules() if stacks_of(module)]:
             experts.num_experts //= mesh.size(1)
@@ -136,7 +136,7 @@ class _Learner:
 
         from paceline.learner.distributed.mesh import RankGroup
         from paceline.learner.distributed.shards import own_part
-        from paceline.learner.model.decoder.tensor_parallel import divide_matrices, spread_matrices
+        from paceline.learner.model.decoder.divided.tensor_parallel import divide_matrices, spread_matrices
 
         undivided = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
         parts = divide_matrices(layer, mesh.size(1))

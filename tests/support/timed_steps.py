@@ -115,6 +115,16 @@ class Timed:
         return StepTime.of(self.config, shape, card, prompt_tokens=prompt, response_tokens=response)
 
 
+APART = Timed(
+    shape="1.5B",
+    card="H200",
+    gpus=1,
+    prompts=32,
+    num_seqs=256,
+    micro_batch=17_408,
+    apart=True,
+    seconds=(5.92, 5.39, 12.4),
+)
 ON_HOST = {"keep_gathered": False, "accumulate": False, "offload": True}
 OFFLOADED = {"recompute": "full", "keep_gathered": False, "accumulate": False, "offload": True}
 TIMED = {
@@ -313,49 +323,17 @@ TIMED = {
         micro_batch=17_408,
         seconds=(14.85, 4.79, 20.56),
     ),
-    "1.5B, model apart": Timed(
-        shape="1.5B",
-        card="H200",
-        gpus=1,
-        prompts=32,
-        num_seqs=256,
-        micro_batch=17_408,
-        apart=True,
-        seconds=(5.92, 5.39, 12.4),
-    ),
-    "1.5B, model apart, mixed lengths": Timed(
-        shape="1.5B",
-        card="H200",
-        gpus=1,
-        prompts=32,
-        mean=(320, 453),
-        num_seqs=256,
-        micro_batch=17_408,
-        apart=True,
-        seconds=(3.95, 2.39, 6.90),
-    ),
-    "1.5B with adapters, model apart": Timed(
-        shape="1.5B",
-        card="H200",
-        gpus=1,
-        prompts=32,
-        num_seqs=256,
-        micro_batch=17_408,
-        lora={"rank": 32},
-        apart=True,
-        seconds=(5.55, 4.61, 11.4),
-    ),
-    "0.5B, long answers, model apart": Timed(
+    "1.5B, model apart": APART,
+    "1.5B, model apart, mixed lengths": replace(APART, mean=(320, 453), seconds=(3.95, 2.39, 6.90)),
+    "1.5B with adapters, model apart": replace(APART, lora={"rank": 32}, seconds=(5.55, 4.61, 11.4)),
+    "0.5B, long answers, model apart": replace(
+        APART,
         shape="0.5B",
-        card="H200",
-        gpus=1,
         prompts=16,
         prompt=256,
         response=4096,
         mean=(160, 1860),
-        num_seqs=256,
         micro_batch=16_384,
-        apart=True,
         seconds=(8.41, 2.03, 11.2),
     ),
     "32B, averages on the host": Timed(

@@ -13,6 +13,7 @@ gets the gradient of its own tokens, so a parameter's gradient is the sum over t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,36 +79,39 @@ def added_up(own: Tensor, group: RankGroup) -> Tensor:
 
     All ranks must compute the same loss from the result: `own` gets the gradient of the sum on this rank.
     """
-    total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
-    return total
+    return differentiable(own, group.all_sum, _unchanged)
+
+
+def copied(parameter: Tensor, group: RankGroup) -> Tensor:
+    """Returns a parameter of which each rank uses a copy; its gradient is the sum over the ranks."""
+    return differentiable(parameter, _unchanged, group.all_sum)
+
+
+def differentiable(
+    values: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns `there(values)`, a collective; its gradient goes through `back`, another one."""
+    result: Tensor = _Collective.apply(values, there, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _exchange(blocks: Tensor, group: RankGroup) -> Tensor:
     """Sends block i of (n, ...) to rank i; block i of the result is from rank i."""
-    exchanged: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    return differentiable(blocks, group.all_to_all, group.all_to_all)  # its own transpose
 
 
-class _AllToAll(torch.autograd.Function):
-    """An all-to-all of equal blocks, which is its own transpose, so the gradient goes the same way."""
+def _unchanged(values: Tensor) -> Tensor:
+    return values.view_as(values)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return group.all_to_all(blocks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_to_all(gradient), None
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over ranks that all compute the same loss, so its gradient stays on the rank."""
-
-    @staticmethod
-    def forward(ctx: Any, numbers: Tensor, group: RankGroup) -> Tensor:
-        return group.all_sum(numbers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None

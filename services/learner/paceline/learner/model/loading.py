@@ -29,7 +29,8 @@ from paceline.learner.distributed.shards import own_part
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
-from paceline.learner.model.decoder.expert_parallel import divide_experts, keep_routes, spread_experts
+from paceline.learner.model.decoder.divided.expert_parallel import divide_experts, keep_routes, spread_experts
+from paceline.learner.model.decoder.divided.tensor_parallel import divide_matrices, spread_matrices
 from paceline.learner.model.decoder.experts import (
     note_choices,
     use_correction_parameters,
@@ -38,7 +39,6 @@ from paceline.learner.model.decoder.experts import (
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.decoder.llama4 import use_packed_llama4
 from paceline.learner.model.decoder.recurrence import use_packed_recurrence
-from paceline.learner.model.decoder.tensor_parallel import divide_matrices, spread_matrices
 from paceline.learner.model.image_states import is_trained, train_tower, vision_tower
 from paceline.learner.model.lora import B, add_adapters, is_adapter, require_compilable_adapters
 from paceline.learner.model.networks import (

@@ -16,7 +16,7 @@ sequence; its layers without rotary embedding scale queries by their positions.
 
 Where ranks share the tokens, each rank computes the attention of some heads, see
 `paceline.learner.distributed.context`. Where they also divide the layer's matrices, it already has the
-queries of its heads for all tokens, see `paceline.learner.model.decoder.tensor_parallel`.
+queries of its heads for all tokens, see `paceline.learner.model.decoder.divided.tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from paceline.core.errors import ModelError
 from paceline.learner.batch.padded import PaddedBatch, causal_mask
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.context import heads_of_all_tokens, tokens_of_all_heads
+from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.model.decoder import flash_attention
+from paceline.learner.model.decoder.divided.tensor_parallel import own_key_heads
 from paceline.learner.model.decoder.flash_attention import Scoring
 from paceline.learner.model.decoder.rows import take_rows
-from paceline.learner.model.decoder.tensor_parallel import own_key_heads
 
 PACKED_ATTENTION = "paceline_packed"
 SLICE_SCORES = 1 << 26
@@ -115,21 +116,34 @@ def packed_attention(
     _require_plain(module, dropout, attention_mask)
     scoring = Scoring(scaling=scaling, window=sliding_window, softcap=softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    group, has_own_heads = packed.context, getattr(module, "tensor_group", None) is not None
+    group = packed.context
     if group is not None:
-        if not has_own_heads:
-            q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
-        elif not module.has_own_keys:
-            k, v = (own_key_heads(x, group) for x in (k, v))
+        q, k, v = _of_own_heads(module, group, q, k, v)
         s_aux = None if s_aux is None else s_aux.chunk(group.size)[group.rank]
     if (temperature := getattr(module, "temperature", None)) is not None:
         q = temperature.scaled(q, packed)
     if chunk_size := getattr(module, "chunk_size", None):
         packed = packed.in_chunks(chunk_size)
     out = _attended(q, k, v, packed, scoring, s_aux)
-    if group is not None and not has_own_heads:
+    if group is not None and not _is_divided(module):
         out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
+
+
+def _is_divided(module: torch.nn.Module) -> bool:
+    """Returns whether each rank has computed the queries of its heads for all tokens."""
+    return getattr(module, "tensor_group", None) is not None
+
+
+def _of_own_heads(
+    module: torch.nn.Module, group: RankGroup, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values of this rank's heads for all tokens of the group."""
+    if not _is_divided(module):
+        q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
+    elif not module.has_own_keys:
+        k, v = (own_key_heads(x, group) for x in (k, v))
+    return q, k, v
 
 
 def _attended(

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import ConfigError
+from paceline.learner.distributed.context import differentiable
 from paceline.learner.distributed.mesh import RankGroup, Route
 from paceline.learner.distributed.shards import OwnPart
 from paceline.learner.model.architectures import stacks_of
@@ -182,19 +183,8 @@ def exchange(rows: Tensor, group: RankGroup, route: Route) -> Tensor:
     Returns:
         (num_received, ...), in the order of the ranks that sent them.
     """
-    received: Tensor = _Exchange.apply(rows, group, route)  # type: ignore[no-untyped-call]
-    return received
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: RankGroup, route: Route) -> Tensor:
-        ctx.group, ctx.route = group, route
-        return group.exchange_rows(rows, route)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.exchange_rows(gradient, ctx.route.back), None, None
+    there, back = (partial(group.exchange_rows, route=way) for way in (route, route.back))
+    return differentiable(rows, there, back)
 
 
 def _by_expert(hidden: Tensor, order: Tensor, num_chosen: int) -> Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.core.errors import ConfigError
+from paceline.learner.distributed.context import copied, differentiable
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.shards import OwnPart
 
@@ -177,7 +178,7 @@ class _OwnMatrix(OwnPart):
 
     def _part_of(self, parameter: DTensor) -> Tensor:
         own = parameter.to_local()
-        return own if parameter.placements[-1].is_shard() else _copied(own, self._group)
+        return own if parameter.placements[-1].is_shard() else copied(own, self._group)
 
 
 # One class each for all layers, so that they share code.
@@ -196,7 +197,7 @@ def _rows_kind(kind: type[nn.Linear]) -> type[nn.Linear]:
     plain: Callable[..., Tensor] = kind.forward
 
     def forward(self: Any, states: Tensor) -> Tensor:
-        total = added_up(plain(_OwnMatrix(self, bias=False), states), self.tensor_group)
+        total = reduce_scattered(plain(_OwnMatrix(self, bias=False), states), self.tensor_group)
         bias = _OwnMatrix(self, bias=True).bias
         return total if bias is None else total + bias
 
@@ -214,55 +215,18 @@ def own_key_heads(keys: Tensor, group: RankGroup) -> Tensor:
 
 def gathered(states: Tensor, group: RankGroup) -> Tensor:
     """Gathers the ranks' tokens, (..., T/n, H) each, as (..., T, H); differentiable."""
-    everyone: Tensor = _Gather.apply(states, group)  # type: ignore[no-untyped-call]
-    return everyone
+    return differentiable(states, *_by_token(group.gather_rows, group.sum_rows))
 
 
-def added_up(states: Tensor, group: RankGroup) -> Tensor:
+def reduce_scattered(states: Tensor, group: RankGroup) -> Tensor:
     """Adds up the ranks' (..., T, H); returns this rank's tokens, (..., T/n, H); differentiable."""
-    own: Tensor = _Sum.apply(states, group)  # type: ignore[no-untyped-call]
-    return own
+    return differentiable(states, *_by_token(group.sum_rows, group.gather_rows))
 
 
-def _copied(parameter: Tensor, group: RankGroup) -> Tensor:
-    """Returns a parameter of which each rank uses a copy; its gradient is the sum over the ranks."""
-    copy: Tensor = _Copy.apply(parameter, group)  # type: ignore[no-untyped-call]
-    return copy
+def _by_token(*collectives: Callable[[Tensor], Tensor]) -> list[Callable[[Tensor], Tensor]]:
+    """Makes collectives on rows those on tokens; their results are no views, which FSDP would warn of."""
 
+    def of(collective: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        return collective(states.transpose(0, -2)).transpose_(0, -2)
 
-def _by_token(collective: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Calls a collective on rows of tokens; its result is no view, which FSDP would warn of."""
-    return collective(states.transpose(0, -2)).transpose_(0, -2)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _by_token(group.gather_rows, states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _by_token(ctx.group.sum_rows, gradient), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return _by_token(group.sum_rows, states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _by_token(ctx.group.gather_rows, gradient), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_sum(gradient), None
+    return [partial(of, collective) for collective in collectives]

@@ -1,0 +1,1 @@
+"""What several ranks divide of a layer: its experts, its matrices."""
