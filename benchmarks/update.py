@@ -47,7 +47,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
-from paceline.learner.distributed.shards import local_rows
+from paceline.learner.distributed.shards import own_part
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, hugging_face_names, unfilled_policy
 from paceline.learner.train.state.learner import DTYPES, Learner
@@ -260,10 +260,10 @@ def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
     """Draws the weights on the device; they are equal for every form and mesh."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     for name, parameter in hugging_face_names(policy):
-        local, start, stop = local_rows(parameter)
+        local, box = own_part(parameter)
         if parameter.dim() > 1:
             full = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
-            local.copy_(full.normal_(0.0, 0.02, generator=generator)[start:stop])
+            local.copy_(full.normal_(0.0, 0.02, generator=generator)[box.slices])
         else:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -273,7 +273,7 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
     rng = np.random.default_rng(0)
     vocab = learner.vocab_size
     packed: dict[int, PackedRow] = {}
-    rows = []
+    rows: list[BatchRow] = []
     for prompt_id in range(num_prompts):
         prompt = rng.integers(0, vocab, args.prompt).astype(np.int32)
         for sample in range(args.samples):
@@ -318,7 +318,7 @@ def cells(
 ) -> list[str]:
     """Returns a row of the table."""
     seconds, scoring = metrics["timing_s/update_actor"], metrics["timing_s/old_log_prob"]
-    tokens = args.sequences * (args.prompt + args.response)
+    tokens = args.sequences * (args.prompt + args.response) / max(args.context, args.tensor)
     mfu = metrics.get("perf/mfu")
     memory = metrics.get("perf/memory_gib/update_actor")
     return [

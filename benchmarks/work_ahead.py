@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
-from update import POLICY, SAMPLES, WAIT_S, build
+from update import POLICY, WAIT_S, build
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -47,6 +47,7 @@ from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
 
+SAMPLES = 8
 MODES = ("off", "scores", "gradients")
 
 

@@ -96,8 +96,9 @@ by a third.
 - **Layers that are too large to gather**: with `learner.tensor_parallel: 2`, two ranks divide the matrices of
   attention and MLP, and share the tokens of each row. It gives [the numbers of whole
   matrices](decisions/0044-matrices-are-divided-over-the-ranks-that-share-tokens.md), and can be combined with
-  `learner.fsdp_size`, `learner.expert_parallel` and adapters. It has not been run on GPUs, and Paceline does
-  not choose it by itself.
+  `learner.fsdp_size`, `learner.expert_parallel` and adapters. On two H200s it [costs hardly more than sharing
+  rows alone](../benchmarks/journal/gpus.md#divided-matrices) and frees 5 to 13 GiB. Paceline does not choose
+  it by itself.
 - **32B on four GPUs of 141 GiB**: with `placement: colocated`, learner and engines take turns, and the
   averages are in host memory. By the plan, a GPU needs 86 GiB in an update and 118 while 128 sequences of 512
   tokens are generated; the host keeps 262 GB of averages. [It was

@@ -1,10 +1,13 @@
-"""No module reaches itself through its imports, not even through one inside a function."""
+"""No module reaches itself through its imports, and what is imported exists, outside the program too."""
 
 from __future__ import annotations
 
+import ast
 from graphlib import CycleError, TopologicalSorter
 
 from support import source
+
+OUTSIDE = ("benchmarks", "tools", "examples")
 
 
 def test_no_import_cycles() -> None:
@@ -25,3 +28,23 @@ def test_lazy_imports_are_seen() -> None:
         if source.modules()[name].read_text().splitlines()[line - 1].startswith(" ")
     ]
     assert lazy
+
+
+def test_benchmarks_tools_and_examples_import_what_exists() -> None:
+    """None of them is run by all tests, and most need GPUs."""
+    files = [path for top in OUTSIDE for path in sorted((source.ROOT / top).rglob("*.py"))]
+    missing, seen = [], 0
+    for path in files:
+        known = source.modules() | {sibling.stem: sibling for sibling in path.parent.glob("*.py")}
+        for node in ast.walk(source.tree(path)):
+            if not isinstance(node, ast.ImportFrom) or node.module not in known:
+                continue
+            names = source.bound(known[node.module])
+            for alias in node.names:
+                seen += 1
+                if alias.name not in names and f"{node.module}.{alias.name}" not in known:
+                    missing.append(
+                        f"{path.relative_to(source.ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+                    )
+    assert seen > 300, "the imports were not found"
+    assert not missing, "\n".join(missing)

@@ -47,3 +47,20 @@ def imports(name: str) -> Iterator[tuple[str, int]]:
         else:
             continue
         yield from ((target, node.lineno) for target in dict.fromkeys(wanted) if target in known)
+
+
+def bound(path: Path) -> set[str]:
+    """The names that a file binds outside its functions and classes."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = list(tree(path).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        else:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            nodes.extend(ast.iter_child_nodes(node))
+    return names

@@ -326,6 +326,7 @@ TIMED = {
     "1.5B, model apart": APART,
     "1.5B, model apart, mixed lengths": replace(APART, mean=(320, 453), seconds=(3.95, 2.39, 6.90)),
     "1.5B with adapters, model apart": replace(APART, lora={"rank": 32}, seconds=(5.55, 4.61, 11.4)),
+    "3B in turns, model apart": replace(APART, shape="3B", sleep="always", seconds=(7.62, 10.27, 20.48)),
     "0.5B, long answers, model apart": replace(
         APART,
         shape="0.5B",

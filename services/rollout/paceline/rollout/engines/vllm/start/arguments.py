@@ -29,8 +29,6 @@ _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK = 128
 # Arguments with which the user sets the size of the KV cache.
 _OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-# `dense_size` from which vLLM compiles. Of the measured models, 0.5B to 3B are below, 7B above.
-_FEWEST_COMPILED = 2_000_000_000
 
 
 def engine_arguments(
@@ -94,16 +92,17 @@ def for_host(folder: Path) -> dict[str, Any]:
 
     Compiled layers need more of the host's time: with 0.5B a step takes a quarter longer, with 3B as long,
     with 7B a twentieth less, and a start compiles for six seconds or more. A process of its own for the model
-    computes while the engine plans the next step: generation takes three quarters of the time with 0.5B, and
-    0.8 to 0.99 of it with 1.5B (benchmarks/journal/gpus.md). Larger models were not run so.
+    computes while the engine plans the next step: generation takes three quarters of the time with 0.5B, 0.8
+    to 0.99 of it with 1.5B and 3B, and as long with 7B (benchmarks/journal/gpus.md).
     """
     tree = _text_config(folder)
     try:
         size = dense_size(int(tree["num_hidden_layers"]), int(tree["hidden_size"]))
     except (ValueError, KeyError, TypeError):
         return {}
-    graphs = {"compilation_config": dict(GRAPHS_ALONE)} if size < _FEWEST_COMPILED else {}
-    return graphs | ({"distributed_executor_backend": "mp"} if size < VLLM.small_below else {})
+    if size >= VLLM.small_below:
+        return {}
+    return {"compilation_config": dict(GRAPHS_ALONE), "distributed_executor_backend": "mp"}
 
 
 def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
