@@ -7,7 +7,10 @@ set -eu
 folder=$1 release=$2 days=${3:-30} name=${NAME:-paceline}
 sh "$(dirname "$0")/../compose/secrets.sh" "$folder"
 cd "$folder"
-PACELINE_REDIS_PASSWORD_FILE=redis_password paceline certs renew . --host "$release-redis" --days "$days" >&2
+stores=""
+for number in 0 1 2 3 4 5 6 7; do stores="$stores --host $release-blobs-$number.$release-blobs"; done
+# shellcheck disable=SC2086
+PACELINE_REDIS_PASSWORD_FILE=redis_password paceline certs renew . --host "$release-redis" $stores --days "$days" >&2
 
 print() { # NAME FILE ...
   printf -- '---\napiVersion: v1\nkind: Secret\nmetadata: {name: %s}\ntype: Opaque\ndata:\n' "$1"

@@ -141,8 +141,9 @@ def presented(port: int, files: Path) -> bytes:
 
 
 @pytest.mark.redis
+@pytest.mark.parametrize(("own", "is_durable"), [({}, True), ({"REDIS_APPEND_ONLY": "no"}, False)])
 def test_redis_takes_a_renewed_certificate_without_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: dict[str, str], is_durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the scripts of its container: with the next health check, and connected clients notice nothing."""
     need_redis_with_tls()
@@ -165,7 +166,7 @@ def test_redis_takes_a_renewed_certificate_without_a_restart(
             text = text.replace(place, here)
         return ["sh", "-c", text]
 
-    env = os.environ | {"PATH": "/usr/bin:/bin"}
+    env = os.environ | {"PATH": "/usr/bin:/bin"} | own
 
     def is_healthy() -> bool:
         return subprocess.run(script("health.sh"), env=env, timeout=60, check=False).returncode == 0
@@ -195,6 +196,7 @@ def test_redis_takes_a_renewed_certificate_without_a_restart(
                 redis.Redis.from_url(f"rediss://renewer:{password}@127.0.0.1:{port}", **files).get(
                     "paceline:a"
                 )
+            assert bool([*(tmp_path / "data").rglob("*.aof")]) == is_durable
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)

@@ -15,9 +15,11 @@ import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from cryptography import x509
 
 from paceline.cli.certificates import Authority
 from paceline.config.load import load
@@ -28,7 +30,7 @@ from support import compose_stack, source
 from support.compose_stack import FOLDER, TLS_NAMES
 
 PROFILES = (
-    *("cpu", "gpu", "colocated", "observability"),
+    *("cpu", "gpu", "colocated", "observability", "blob-store"),
     *("reward-model", "reward-model-gpu", "reward-model-server"),
 )
 # Seven GPUs, folders, limits.
@@ -54,6 +56,7 @@ REDIS_MEMORY=6g
 TMP_SIZE=7g
 CACHE_SIZE=9g
 SHM_SIZE=10g
+BLOB_STORES=rediss://paceline@redis-blobs:6379/0
 """
 
 
@@ -112,6 +115,23 @@ def test_a_profile_is_complete(profile: str, services: dict[str, dict[str, Any]]
         assert set(service.get("depends_on", ())) <= set(own), name
         assert service["read_only"] is True
     assert {"certs", "redis", "collector", "prometheus"} < set(own)
+
+
+def test_a_blob_store_is_a_second_redis_without_a_file(
+    services: dict[str, dict[str, Any]], changed: dict[str, dict[str, Any]], issue: Any, tmp_path: Path
+) -> None:
+    store, redis = changed["redis-blobs"], changed["redis"]
+    assert (store["profiles"], store["environment"]["REDIS_APPEND_ONLY"]) == (["blob-store"], "no")
+    assert "REDIS_APPEND_ONLY" not in redis["environment"]
+    assert (mounts(store)["/data"], mounts(redis)["/data"]) == ("redis-blobs", "redis")
+    same = ("image", "entrypoint", "user", "group_add", "networks", "healthcheck", "secrets")
+    assert [store[key] for key in same] == [redis[key] for key in same]
+    told = changed["controller"]["environment"]["PACELINE_BLOB_STORES"]
+    assert services["controller"]["environment"]["PACELINE_BLOB_STORES"] == ""
+    issue()
+    certificate = x509.load_pem_x509_certificate((tmp_path / "tls" / "redis" / "cert.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert urlsplit(told).hostname in names.get_values_for_type(x509.DNSName)
 
 
 def host_of(port: Any) -> str:
@@ -377,7 +397,7 @@ def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_ov
 
     # Certificates begin five minutes before they are issued: half of rollout's time is over.
     authority = Authority.load(folder)
-    authority.issue(folder / "redis", "redis", role="redis", hosts=["redis"], days=7 / 1440)
+    authority.issue(folder / "redis", "redis", role="redis", hosts=["redis", "redis-blobs"], days=7 / 1440)
     authority.issue(folder / "rollout", "rollout", role="rollout", days=3 / 1440)
     (folder / "redis" / "key.pem").chmod(0o640)
     first = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}

@@ -41,6 +41,7 @@ MANY: dict[str, Any] = {
     "learner": {"nodes": 3, "pod": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}},
     "reward": {"replicas": 2, "callers": [{"namespaceSelector": {"matchLabels": {"team": "evals"}}}]},
     "metrics": {"port": 0},
+    "blobs": {"stores": 2},
 }
 
 MODELS: dict[str, Any] = {

@@ -17,6 +17,7 @@ BASE: Final[dict[str, Any]] = MODELS | {
         "scrapers": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
         **{name: {"enabled": True} for name in ("podMonitors", "rules", "dashboards")},
     },
+    "blobs": {"stores": 1},
 }
 EXTERNAL = BASE | {
     "redis": {
@@ -26,16 +27,18 @@ EXTERNAL = BASE | {
             "caSecret": "authority",
             "to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}],
         }
-    }
+    },
+    "blobs": {},
 }
 
-CONTROLLER, LEARNER, REDIS = "Job/controller", "Job/learner", "StatefulSet/redis"
+CONTROLLER, LEARNER = "Job/controller", "Job/learner"
+REDIS, BLOBS = "StatefulSet/redis", "StatefulSet/blobs"
 ROLLOUT, REWARD = "Deployment/rollout", "Deployment/reward"
 RM, STEPS = "Deployment/reward-model-rm", "Deployment/reward-model-steps"
 MEMBERS = [LEARNER, ROLLOUT, REWARD]
 SERVICES = [CONTROLLER, *MEMBERS]
 PROCESSES = [*SERVICES, RM, STEPS]
-PODS = [*PROCESSES, REDIS]
+PODS = [*PROCESSES, REDIS, BLOBS]
 POLICIES = [f"NetworkPolicy/{name}" for name in ("controller", "learner", "rollout", "reward")]
 MONITORS = [f"PodMonitor/{name}" for name in ("controller", "learner", "rollout", "reward")]
 POD = "spec.template.spec"
@@ -86,7 +89,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, list[str]]]] = {
     "images.reward": ("there/77", in_containers("image", REWARD)),
     "images.learner": ("there/77", in_containers("image", LEARNER, RM, STEPS)),
     "images.rollout": ("there/77", in_containers("image", ROLLOUT)),
-    "images.redis": ("there/77", in_containers("image", REDIS)),
+    "images.redis": ("there/77", in_containers("image", REDIS, BLOBS)),
     "images.pullPolicy": ("Never", in_containers("imagePullPolicy", *PODS)),
     "images.pullSecrets": (["registry"], in_pods("imagePullSecrets.registry", *PODS)),
     "secrets": (
@@ -94,7 +97,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, list[str]]]] = {
         both(
             in_pods("volumes.tls.secret.secretName", *PODS),
             in_pods("volumes.token.projected.sources", *PROCESSES),
-            in_pods("volumes.password.secret.secretName", REDIS),
+            in_pods("volumes.password.secret.secretName", REDIS, BLOBS),
             {
                 name: [
                     f"spec.podMetricsEndpoints.{rank}.tlsConfig.{file}.name"
@@ -150,6 +153,12 @@ EFFECTS: dict[str, tuple[Any, dict[str, list[str]]]] = {
     ),
     "redis.resources": (MEMORY, in_containers("resources.limits.memory", REDIS)),
     "redis.disruptionBudget": ({"minAvailable": 1}, {"PodDisruptionBudget/redis": [WHOLE]}),
+    "blobs.stores": (
+        2,
+        both(in_containers(_ENV("PACELINE_BLOB_STORES"), CONTROLLER), {BLOBS: ["spec.replicas"]}),
+    ),
+    "blobs.maxMemory": ("77gb", in_containers(_ENV("REDIS_MAX_MEMORY"), BLOBS)),
+    "blobs.resources": (MEMORY, in_containers("resources.limits.memory", BLOBS)),
     "learner.nodes": (
         7,
         both(
@@ -212,14 +221,14 @@ EFFECTS: dict[str, tuple[Any, dict[str, list[str]]]] = {
     "rewardModels.named.steps": ({"resources": MEMORY}, in_containers("resources.limits.memory", STEPS)),
     "network.policies": (
         False,
-        {f"NetworkPolicy/{name}": [WHOLE] for name in ("redis", "reward-model")}
+        {f"NetworkPolicy/{name}": [WHOLE] for name in ("redis", "blobs", "reward-model")}
         | {name: [WHOLE] for name in POLICIES},
     ),
     "network.dns": (
         [{"to": PLACE}],
         {
             name: ["spec.egress.0.to", "spec.egress.0.ports"]
-            for name in [*POLICIES, "NetworkPolicy/redis", "NetworkPolicy/reward-model"]
+            for name in [*POLICIES, *(f"NetworkPolicy/{name}" for name in ("redis", "blobs", "reward-model"))]
         },
     ),
     "network.egress": (
@@ -227,7 +236,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, list[str]]]] = {
         {
             f"NetworkPolicy/{name}": [f"spec.egress.{number}"]
             for name, number in (
-                ("controller", 5), ("learner", 5), ("rollout", 5), ("reward", 3), ("reward-model", 2)
+                ("controller", 6), ("learner", 6), ("rollout", 6), ("reward", 4), ("reward-model", 2)
             )
         },
     ),
@@ -289,6 +298,7 @@ COMPONENTS = {
     "rollout": ([ROLLOUT], "rollout.pod"),
     "reward": ([REWARD], "reward.pod"),
     "redis": ([REDIS], "redis.pod"),
+    "blobs": ([BLOBS], "blobs.pod"),
     "models": ([RM, STEPS], "rewardModels.pod"),
 }
 # Where a setting of pods is in a template, and its value with a text of the component's own.

@@ -96,6 +96,7 @@ def test_caches_in_memory_can_be_written_by_the_containers_user(service: str) ->
 IDENTITIES = {
     "certs": "authority",
     "redis": "redis",
+    "redis-blobs": "redis",
     "prometheus": "prometheus",
     **{
         f"{name}{suffix}": role
@@ -129,7 +130,7 @@ def test_no_service_talks_in_plain_text() -> None:
     text = (COMPOSE / "compose.yaml").read_text(encoding="utf-8")
     assert "INSECURE" not in text
     assert "PROMETHEUS_PLAIN" not in text
-    for name in set(IDENTITIES) - {"certs", "redis", "prometheus"}:
+    for name in set(IDENTITIES) - {"certs", "redis", "redis-blobs", "prometheus"}:
         assert SERVICES[name]["environment"]["PACELINE_TLS_DIR"] == "/run/tls"
     for name in ("controller", "controller-gpu", "controller-colocated"):
         assert SERVICES[name]["environment"]["PACELINE_BROKER_URL"].startswith("rediss://")
@@ -138,13 +139,14 @@ def test_no_service_talks_in_plain_text() -> None:
 
 
 def test_redis_comes_back_with_its_engine_until_it_is_taken_down() -> None:
-    assert SERVICES["redis"]["restart"] == "unless-stopped"
+    for name in ("redis", "redis-blobs"):
+        assert SERVICES[name]["restart"] == "unless-stopped"
 
 
 def test_redis_keeps_what_it_has_and_refuses_what_it_has_no_room_for() -> None:
     for path in (COMPOSE / "redis" / "start.sh", source.ROOT / "deploy/helm/paceline/files/redis-start.sh"):
         start = path.read_text(encoding="utf-8")
-        assert "--appendonly yes --appendfsync everysec" in start, path
+        assert '--appendonly "${REDIS_APPEND_ONLY:-yes}" --appendfsync everysec' in start, path
         assert "--maxmemory-policy noeviction" in start, path
 
 

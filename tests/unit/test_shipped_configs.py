@@ -28,6 +28,16 @@ def test_it_parses_and_survives_its_own_dump(path: Path) -> None:
     assert parse(kind, yaml.safe_load(dump_yaml(config))) == config
 
 
+def test_pairs_are_read_by_ranks_with_whole_matrices() -> None:
+    learner = {"world_size": 2, "tensor_parallel": 2}
+    pairs = {"train_files": "x.jsonl", "output": "out", "steps": 1}
+    for kind, section in ((RmRunConfig, "rm"), (DpoRunConfig, "dpo")):
+        tree = {"model": {"path": "m"}, "data": {}, section: pairs}
+        assert parse(kind, tree | {"learner": {"world_size": 2}}).learner.world_size == 2
+        with pytest.raises(ConfigError, match=r"leave learner\.tensor_parallel out"):
+            parse(kind, tree | {"learner": learner})
+
+
 def test_the_demo_uses_what_it_promises() -> None:
     config = load(RunConfig, EXAMPLES / "arithmetic" / "ppo.yaml")
     assert "critic" in config.needs

@@ -3,6 +3,6 @@
 # lifetime is over. Services read new files by themselves; redis/health.sh tells Redis.
 #   issue.sh [DAYS]
 set -eu
-paceline certs renew . client-prometheus --host redis --days "${1:-30}"
+paceline certs renew . client-prometheus --host redis --host redis-blobs --days "${1:-30}"
 # Redis and Prometheus run as other users, which are in the group of these files.
 chmod 640 redis/key.pem client-prometheus/key.pem

@@ -31,7 +31,7 @@ files=/run/tls
 redis-server --aclfile /tmp/users.acl --dir /data --bind '* -::*' \
   --port 0 --tls-port 6379 --tls-auth-clients yes \
   --tls-ca-cert-file "$files/ca.pem" --tls-cert-file "$files/cert.pem" --tls-key-file "$files/key.pem" \
-  --appendonly yes --appendfsync everysec --save '' \
+  --appendonly "${REDIS_APPEND_ONLY:-yes}" --appendfsync everysec --save '' \
   --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction &
 
 # A signal interrupts `wait`; the next `wait` returns the server's code, and further ones return 127.

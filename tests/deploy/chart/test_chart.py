@@ -44,7 +44,7 @@ def test_what_the_chart_is_made_of(manifests: dict[tuple[str, str], Manifest]) -
         ("Job", "learner"),
         ("Deployment", "rollout"),
         ("Deployment", "reward"),
-        *([("StatefulSet", "redis")] if ("Service", "redis") in manifests else []),
+        *(("StatefulSet", name) for name in ("redis", "blobs") if ("Service", name) in manifests),
         *(("Deployment", f"reward-model-{name}") for name in named),
     }
     assert {kind for kind, _ in manifests} >= {"NetworkPolicy", "ConfigMap", "Service"}
@@ -107,6 +107,11 @@ def test_values_that_the_chart_cannot_use_are_refused(wrong: str, tmp_path: Path
         ),
         ({"rollout": {"autoscale": {"enabled": True}}}, "rollout.autoscale.prometheus: give the URL"),
         ({"redis": {"external": {"url": "rediss://me@redis:6379/0"}}}, "redis.external.to"),
+        (
+            {"redis": {"external": {"url": "rediss://me@redis:6379/0"}}, "blobs": {"stores": 1}},
+            "broker.blob_stores",
+        ),
+        ({"blobs": {"stores": 9}}, "/blobs/stores"),
         ({"redis": {"external": {"url": "rediss://me:pass@redis:6379/0"}}}, "does not match pattern"),
         ({"pods": {"labels": {"app.kubernetes.io/name": "x"}}}, "app.kubernetes.io/name"),
         ({"pods": {"env": {"PACELINE_TLS_DIR": "/x"}}}, "PACELINE_TLS_DIR"),

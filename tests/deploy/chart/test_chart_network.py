@@ -22,7 +22,7 @@ def test_services_reach_whom_they_must_and_nobody_else(many: dict[tuple[str, str
     assert ways(many) == {
         **{("controller", member): {7000} for member in members},
         **{(member, "controller"): {7000} for member in members},
-        **{(service, "redis"): {6379} for service in ("controller", *members)},
+        **{(service, to): {6379} for service in ("controller", *members) for to in ("redis", "blobs")},
         **weights,
     }
     policies = {name: each["spec"] for (kind, name), each in many.items() if kind == "NetworkPolicy"}

@@ -159,6 +159,27 @@ def test_the_commands_of_the_operators_page_do_what_it_says(tmp_path: Path) -> N
         assert left == {"persistentvolumeclaims", "secrets"}
 
 
+def test_blob_stores_have_a_name_each_and_keep_nothing(tmp_path: Path) -> None:
+    rendered = render(write(MANY, tmp_path))
+    stores, redis = (rendered["StatefulSet", name]["spec"] for name in ("blobs", "redis"))
+    assert (stores["replicas"], stores["serviceName"]) == (2, "run-blobs")
+    assert rendered["Service", "blobs"]["spec"]["clusterIP"] == "None"
+    pods_ = {"blobs": stores["template"]["spec"], "redis": redis["template"]["spec"]}
+    durable = {name: environment(pod)["REDIS_APPEND_ONLY"] for name, pod in pods_.items()}
+    assert durable == {"blobs": "no", "redis": "yes"}
+    assert {"name": "data", "emptyDir": {}} in pods_["blobs"]["volumes"]
+    assert "volumeClaimTemplates" not in stores
+    assert "volumeClaimTemplates" in redis
+    (controller,) = (pod for name, pod in pods(rendered) if name == "controller")
+    assert environment(controller)["PACELINE_BLOB_STORES"].split() == [
+        f"rediss://paceline@run-blobs-{number}.run-blobs:6379/0" for number in range(2)
+    ]
+    none = render(write(MANY | {"blobs": {"stores": 0}}, tmp_path))
+    (controller,) = (pod for name, pod in pods(none) if name == "controller")
+    assert "PACELINE_BLOB_STORES" not in environment(controller)
+    assert not [key for key in none if key[1] == "blobs"]
+
+
 def test_another_redis_takes_the_place_of_the_charts(
     every: dict[tuple[str, str], Manifest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

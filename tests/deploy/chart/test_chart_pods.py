@@ -103,12 +103,13 @@ def test_the_script_prints_every_secret_that_a_pod_mounts(
             assert (wanted or {"ca.pem", "key.pem"}) <= secrets[name].keys()
     assert mounted == secrets.keys() - {"paceline-tls-client"}
     # Redis' clients check the name by which they reach it.
-    url = environment(next(pod for name, pod in pods(many) if name == "controller"))["PACELINE_BROKER_URL"]
     certificate = x509.load_pem_x509_certificate(secrets["paceline-tls-redis"]["cert.pem"])
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    host = url.partition("@")[2].partition(":")[0]
-    assert host in names.get_values_for_type(x509.DNSName)
-    assert ("Service", host.removeprefix("run-")) in many
+    told = environment(next(pod for name, pod in pods(many) if name == "controller"))
+    for url in (told["PACELINE_BROKER_URL"], *told["PACELINE_BLOB_STORES"].split()):
+        host = url.partition("@")[2].partition(":")[0]
+        assert host in names.get_values_for_type(x509.DNSName)
+        assert ("Service", host.rpartition(".")[2].removeprefix("run-")) in many
     assert secrets["paceline-tls-redis"]["users.acl"].startswith(b"user default off ")
     assert secrets["paceline-tls-redis"]["users.acl"].splitlines()[1].startswith(b"user paceline on #")
 
@@ -196,9 +197,12 @@ def test_a_lost_nodes_pod_is_made_anew_as_its_kind_allows(many: dict[tuple[str, 
             assert "nodeName" not in pod, name
             replaced[name] = "at once"
         else:
-            assert spec["replicas"] == 1, name
+            assert spec["replicas"] == {"redis": 1, "blobs": 2}[name]
             replaced[name] = "when the lost one is gone"
     gone, once = "when the lost one is gone", "at once"
-    assert replaced == {"controller": gone, "learner": gone, "redis": gone, "rollout": once, "reward": once}
+    assert replaced == {
+        **dict.fromkeys(("controller", "learner", "redis", "blobs"), gone),
+        **dict.fromkeys(("rollout", "reward"), once),
+    }
     # Two controllers never write to one run directory, whatever the cluster believes of a node.
     assert many["PersistentVolumeClaim", "controller"]["spec"]["accessModes"] == ["ReadWriteOncePod"]

@@ -295,6 +295,11 @@ def test_ranks_that_divide_matrices_gather_their_part_of_them() -> None:
     assert shape.divided(2) == 3584 * (2 * (3584 + 512) + 3 * 18_944)
     # 28 ranks have a head each, but there are four heads of keys; they cannot divide the MLP's width.
     assert shape.divided(28) == 3584 * 2 * 3584
+    # Latent attention stays whole.
+    latent = SEVEN | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536}
+    latent |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert shape_of(latent).latent is not None
+    assert shape_of(latent).divided(2) == 3584 * 3 * 18_944
     memory = {"recompute": "full", "accumulate": False, "keep_gathered": False, "offload": False}
     shared, divided = (
         LearnerMemory.of(run_of(learner={"world_size": 8, name: 2}, actor={"memory": memory}), shape)

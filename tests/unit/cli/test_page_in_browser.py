@@ -92,6 +92,15 @@ async function probe() {
 }
 """
 
+_FLEET = """
+async function probe() {
+  await wait(400);
+  const fleet = document.querySelector("#fleet");
+  return {names: all("tbody tr", fleet).map(row => row.firstChild.textContent),
+    counts: fleet.querySelector("p").textContent, height: fleet.querySelector(".scroll").offsetHeight};
+}
+"""
+
 _PHONE = """
 async function probe() {
   await wait(400);
@@ -256,6 +265,22 @@ def test_fleet_guard_and_events(seen: Any) -> None:
     assert ["rollout-0", "", "serving", "v60", "", "2", "1"] in seen["fleet"]
     assert "ppo_kl (actor)7-9, 20warn 3x, skip20.06 in step 20above 0.05" in seen["guard"]
     assert seen["events"] == ["run", "member", "member", "group_dropped", "checkpoint", "end"]
+
+
+def test_a_large_fleet_scrolls_below_its_counts_with_those_in_trouble_first(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_steps=2)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    member = next(event for event in events if event["event"] == "member")
+    states = {11: "suspect", 40: "lost"}
+    with (folder / "events.jsonl").open("a") as file:
+        for number in range(64):
+            state = states.get(number, "serving")
+            file.write(json.dumps(member | {"member": f"rollout-{number}", "what": f"state:{state}"}) + "\n")
+    seen = probe(page("demo", frozen(RunContent(folder))), HELPERS + _FLEET, tmp_path)
+    assert seen["names"][:4] == ["rollout-40", "rollout-11", "learner-0", "rollout-0"]
+    assert len(seen["names"]) > 64
+    assert "rollout: 62 serving, 1 suspect, 1 lost" in seen["counts"]
+    assert seen["height"] < 400
 
 
 @pytest.mark.parametrize("width", [390, 1280])

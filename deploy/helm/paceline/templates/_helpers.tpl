@@ -29,7 +29,7 @@ annotations:
 {{- define "paceline.settings" -}}
 {{- $all := deepCopy .root.Values.pods }}
 {{- /* Redis gets variables and volumes only from its own `pod`. */}}
-{{- if eq .component "redis" }}
+{{- if has .component (list "redis" "blobs") }}
 {{- range list "envFrom" "volumes" "volumeMounts" }}{{ $_ := set $all . list }}{{ end }}
 {{- $_ := set $all "env" dict }}
 {{- end }}
@@ -81,7 +81,7 @@ decides. */}}
 {{/* A pod's metadata and its `spec` without containers and volumes. */}}
 {{- define "paceline.pod" -}}
 {{- $own := include "paceline.settings" . | fromJson }}
-{{- $user := ternary 999 10001 (eq .component "redis") -}}
+{{- $user := ternary 999 10001 (has .component (list "redis" "blobs")) -}}
 metadata:
   labels:
     {{- include "paceline.labels" . | nindent 4 }}
@@ -146,9 +146,10 @@ spec:
 {{- $affinity | toJson }}
 {{- end }}
 
-{{/* By default, the learner's pods are spread over nodes. */}}
+{{/* By default, the pods of the learner and of blob stores are spread over nodes. */}}
 {{- define "paceline.spread" -}}
-{{- if and (eq .component "learner") (gt (int .root.Values.learner.nodes) 1) }}
+{{- $several := or (eq .component "blobs") (and (eq .component "learner") (gt (int .root.Values.learner.nodes) 1)) }}
+{{- if $several }}
 - maxSkew: 1
   topologyKey: kubernetes.io/hostname
   whenUnsatisfiable: ScheduleAnyway
@@ -301,6 +302,13 @@ podReplacementPolicy: Failed
 {{- end }}
 
 {{/* Redis' address, without the password. */}}
+{{/* Addresses of the blob stores, which have a name each, with a space between. */}}
+{{- define "paceline.blobStores" -}}
+{{- range $number := until (int .Values.blobs.stores) }}
+{{- if $number }} {{ end }}rediss://paceline@{{ $.Release.Name }}-blobs-{{ $number }}.{{ $.Release.Name }}-blobs:6379/0
+{{- end }}
+{{- end }}
+
 {{- define "paceline.redisUrl" -}}
 {{- with .Values.redis.external }}
 {{- if .url }}

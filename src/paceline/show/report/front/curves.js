@@ -17,7 +17,8 @@ class Curves {
     this.search = h("input", {type: "search", placeholder: "name of a metric", oninput: () => this.#drawOthers()});
     this.all = h("details", {ontoggle: () => this.#drawOthers()}, h("summary", {}, "All metrics"),
       h("div", {class: "filters"}, this.search), this.others);
-    this.element = h("div", {}, h("section", {}, h("h2", {}, "Reward"), this.reward.element),
+    this.rewards = h("section", {}, h("h2", {}, "Reward"), this.reward.element);
+    this.element = h("div", {}, this.rewards,
       this.phases && h("section", {}, h("h2", {}, "Where the time goes"), this.phases.element),
       h("section", {}, h("h2", {}, "Curves"),
         h("div", {class: "grid-of"}, ...this.cards.map(card => card.element)), this.unchanged, this.all));
@@ -50,7 +51,7 @@ class Curves {
   #components(run, total) {
     const totals = new Map(run.points(total).map(point => [point[0], point[2]]));
     return run.names().filter(name => /^reward\/.+\/mean$/.test(name))
-      .filter(name => run.points(name).some(([step, , value]) => Math.abs(value - (totals.get(step) ?? NaN)) > 1e-6))
+      .filter(name => !run.points(name).every(([step, , value]) => Math.abs(value - totals.get(step)) <= 1e-6))
       .map(name => ({name, label: name.slice("reward/".length, -"/mean".length)}));
   }
 
@@ -85,6 +86,7 @@ class Curves {
 
   draw() {
     Plot.drawAll();
+    this.rewards.hidden = this.reward.element.hidden;
     this.#drawUnchanged();
   }
 }

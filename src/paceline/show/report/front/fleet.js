@@ -1,5 +1,8 @@
 // The members of a run with their states and versions, and the usage of the machine's processes and GPUs.
 
+// More members than this scroll in a box, those in trouble first, below a line that counts them.
+const MANY_MEMBERS = 24;
+
 class Fleet {
   constructor(run) {
     this.run = run;
@@ -8,8 +11,9 @@ class Fleet {
     this.machine = h("div", {class: "machine"});
     this.table = h("table", {}, h("thead", {}, h("tr", {},
       ...["member", "engine", "state", "version", "at work", "starts", "deaths"].map(name => h("th", {}, name)))), this.body);
-    this.element = h("section", {id: "fleet"}, h("h2", {}, "Fleet"), h("div", {class: "scroll"}, this.table),
-      this.machine);
+    this.counts = h("p", {class: "none"});
+    this.box = h("div", {class: "scroll"}, this.table);
+    this.element = h("section", {id: "fleet"}, h("h2", {}, "Fleet"), this.counts, this.box, this.machine);
   }
 
   draw(now) {
@@ -18,7 +22,13 @@ class Fleet {
       members.set(member.name, {...members.get(member.name), ...member});
     }
     this.element.hidden = !members.size && !now?.processes?.length;
-    this.body.replaceChildren(...[...members.values()].map(member => h("tr", {},
+    const isLarge = members.size > MANY_MEMBERS;
+    this.counts.hidden = !isLarge;
+    this.counts.textContent = countsOf([...members.values()]);
+    this.box.classList.toggle("few", isLarge);
+    const place = member => isLarge ? ["bad", "warn", "good", ""].indexOf(stateClass(member.state)) : 0;
+    const order = (a, b) => place(a) - place(b) || a.name.localeCompare(b.name, "en", {numeric: true});
+    this.body.replaceChildren(...[...members.values()].sort(order).map(member => h("tr", {},
       h("td", {}, member.name), h("td", {}, member.engine || ""),
       h("td", {}, h("span", {class: `state ${stateClass(member.state)}`}, member.state || "–")),
       h("td", {}, member.version === null || member.version === undefined ? "" : `v${member.version}`),
@@ -47,6 +57,17 @@ class Fleet {
     this.machine.replaceChildren(...gauges.map(gauge => h("div", {class: "gauge"},
       h("span", {}, gauge.key), h("b", {}, gauge.text), spark(this.history.get(gauge.key), gauge.top))));
   }
+}
+
+// Returns for each kind of member how many there are in each state, the most frequent state first.
+function countsOf(members) {
+  const kinds = new Map();
+  for (const member of members) {
+    const kind = member.name.replace(/-\d+$/, ""), states = kinds.get(kind) || new Map();
+    kinds.set(kind, states.set(member.state || "–", (states.get(member.state || "–") || 0) + 1));
+  }
+  const inOrder = states => [...states].sort((a, b) => b[1] - a[1]).map(([state, number]) => `${number} ${state}`);
+  return [...kinds].map(([kind, states]) => `${kind}: ${inOrder(states).join(", ")}`).join("; ");
 }
 
 const gib = bytes => (bytes / 2 ** 30).toFixed(bytes < 2 ** 33 ? 2 : 0);
