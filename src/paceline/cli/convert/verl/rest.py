@@ -74,7 +74,7 @@ REST: tuple[ConversionRule, ...] = (
     ),
     no_effect(
         "memory, kernels and sharding: `actor.memory`, `learner.context_parallel`, "
-        "`learner.expert_parallel`, docs/gpus-and-memory.md",
+        "`learner.tensor_parallel`, `learner.expert_parallel`, docs/gpus-and-memory.md",
         f"model_engine hydra.searchpath {_A}.engine.* {_A}.model_engine "
         f"{_A}.fsdp_config.* {_A}.megatron.* {_A}.veomni.* {_A}.strategy {_A}.ulysses_sequence_parallel_size "
         f"{_A}.entropy_from_logits_with_chunking {_A}.entropy_from_logits_chunk_size "
