@@ -233,7 +233,7 @@ def test_with_a_bound_gpus_are_divided_so_that_neither_side_waits_long(project: 
         load(RunConfig, project / "run.yaml", [*LONG, *BOUND]),
         Machine.imagined(8, CARDS["H100"]),
     )
-    compared = layouts(config, machine, response_tokens=3000)
+    compared = layouts(config, machine, response_tokens=2000)
     assert not [layout.words for layout in compared if "same GPUs" in layout.words]
     assert len(compared) == 7
     for layout in compared:
