@@ -13,7 +13,16 @@ import pytest
 from support.hosts import Network, need_namespaces, network
 from support.hosts_run import MASTER_PORT, HostsRun, Up
 from support.redis_servers import need_redis_with_tls
-from support.training_run import TRANSPORT, Row, assert_same_metrics
+from support.training_run import (
+    TRANSPORT,
+    Row,
+    assert_same_metrics,
+    only,
+    prepare_inputs,
+    tiny_config,
+    training,
+    with_layers,
+)
 
 pytestmark = [
     pytest.mark.namespaces,
@@ -104,3 +113,49 @@ def test_one_command_runs_two_hosts_and_goes_on_after_a_stop(
     assert_same_metrics(run.metrics, undisturbed, without=TRANSPORT)
     run.assert_sound()
     assert not (two["a"].folder / "run/checkpoints").exists()
+
+
+def test_a_host_validates_while_the_other_trains_and_may_be_cut_off_meanwhile(
+    two: Network, tmp_path: Path
+) -> None:
+    inputs = with_layers(prepare_inputs(tmp_path, num_train=64, num_val=24), 1)
+    sections: dict[str, Any] = {
+        "data": {"train_batch_size": 4, "max_response_length": 8},
+        "actor": {"ppo_mini_batch_size": 2},
+        "rollout": {"n": 2, "max_groups_in_flight": 2, "val": {"n": 2, "temperature": 1.0}},
+        "learner": {"world_size": 1},
+        "trainer": {"total_steps": 6, "test_freq": 3, "save_freq": 0},
+        # A host that is cut off is not dead.
+        "service": {"suspect_after_s": 100, "dead_after_s": 200},
+        "guard": {"throughput": {"warn": None}},
+    }
+    with training(tiny_config(inputs, **sections), tmp_path / "alone", forked=True) as alone:
+        assert alone.finish() == 0, alone.output
+    sections["rollout"] |= {"replicas": 2, "validation_servers": 1}
+    run = HostsRun(two, inputs, sections)
+    run.serve_storage()
+    up = Up(run, {"a": {"learner": 1, "reward": 1, "rollout": 1}, "b": {"rollout": 1}})
+    process = up.start("controller")
+    run.wait_for_phase("collect", 4)  # the validation of step 3 has begun
+    two.cut("b", seconds=CUT_S)
+    assert process.wait(500) == 0, run.logs()
+    assert up.left() == []
+    run.assert_sound()
+    beside = [event for event in only(run.events, "trajectory") if event.get("beside") == 3]
+    assert {event["server"] for event in beside} == {"rollout-1"}
+    order = [
+        (event["event"], event["step"]) for event in run.events if event["event"] in ("step", "validated")
+    ]
+    assert order.index(("validated", 3)) > order.index(("step", 4))
+    for part in ("val/", "critic/score/", "reward/std"):
+        values = [
+            {
+                (line["step"], name): value
+                for line in lines
+                for name, value in line.items()
+                if name.startswith(part)
+            }
+            for lines in (run.metrics, alone.metrics)
+        ]
+        assert values[0]
+        assert values[0] == values[1], part

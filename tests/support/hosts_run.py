@@ -162,10 +162,13 @@ class HostsRun:
                 assert host.processes[name].wait(300) == 0, self.logs()
 
 
-class Up:
-    """`paceline up` on the first of two hosts: a learner rank on each, reward on a, rollout on b."""
+SERVICES = {"a": {"learner": 1, "reward": 1}, "b": {"learner": 1, "rollout": 1}}
 
-    def __init__(self, run: HostsRun) -> None:
+
+class Up:
+    """`paceline up` on the first of two hosts; `services` says how many of which run on a and b."""
+
+    def __init__(self, run: HostsRun, services: Mapping[str, Mapping[str, int]] = SERVICES) -> None:
         self._run, first = run, run.first
         wanted = ("AWS_", "PACELINE_TLS_DIR")
         self._env = {name: value for name, value in run.env.items() if name.startswith(wanted)}
@@ -175,7 +178,6 @@ class Up:
         ssh.write_text(SSH.format(**text))
         ssh.chmod(0o755)
         (first.folder / "run.yaml").write_text(yaml.safe_dump(run.config()))
-        kinds = {"a": {"learner": 1, "reward": 1}, "b": {"learner": 1, "rollout": 1}}
         hosts = [
             {
                 "name": host.name,
@@ -184,7 +186,7 @@ class Up:
                 "python": sys.executable,
                 "cores": 1,
                 "env": self._env | {"PACELINE_NODE_ID": host.name},
-                **kinds[host.name],
+                **services[host.name],
             }
             for host in run.net.hosts.values()
         ]
