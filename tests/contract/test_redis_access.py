@@ -145,7 +145,10 @@ def presented(port: int, files: Path) -> bytes:
 def test_redis_takes_a_renewed_certificate_without_a_restart(
     own: dict[str, str], is_durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the scripts of its container: with the next health check, and connected clients notice nothing."""
+    """By the scripts of its container: with the next health check, and connected clients notice nothing.
+
+    A blob store keeps nothing on disk.
+    """
     need_redis_with_tls()
     if shutil.which("redis-cli", path="/usr/bin:/usr/local/bin") is None:
         pytest.skip("needs redis-cli: `apt install redis-tools`")

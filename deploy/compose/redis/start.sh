@@ -1,6 +1,7 @@
 #!/bin/sh
 # Starts Redis with TLS only, with the user `paceline` and the certificate that `paceline certs renew` has written, and
-# with a user `renewer` for health.sh, whose password stays in this container.
+# with a user `renewer` for health.sh, whose password stays in this container. REDIS_APPEND_ONLY=no: nothing is kept on
+# disk.
 # After SIGTERM it continues to serve while a service of the run, which may be finishing a step, is connected.
 set -eu
 # 18EB is port 6379, and 01 an established connection.

@@ -44,8 +44,8 @@ class EngineFacts:
         prefill_tokens: number of prompt tokens that the engine computes at a time on a GPU by default.
         rest_bytes: minimum GPU memory for its activations and CUDA graphs.
         asleep_bytes: GPU memory that the engine keeps while asleep, for its context and captured graphs.
-        small_below: parameters of the layers (`dense_size`) below which a process of its own runs the model
-            on a GPU while the engine's plans the next step, because the host limits their rate.
+        small_below: parameters of the layers (`dense_size`) below which the host limits the engine's rate on
+            a GPU; a process of its own then runs the model while the engine's plans the next step.
     """
 
     title: str

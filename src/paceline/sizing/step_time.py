@@ -42,7 +42,7 @@ _EXPOSED: Final = 0.8
 # They were not timed.
 _EXCHANGES: Final = 4
 # Gathers and sums of tokens around the divided matrices of a layer: two each forwards, as many backwards.
-# On two H200s they and shared rows took 7 % of the update.
+# Together with sharing rows they took 7 % of an update on two H200s.
 _TOKEN_GATHERS: Final = 8
 # AdamW: bytes per parameter that are read and written; those over the bus if averages are in host memory, in
 # both directions at once.

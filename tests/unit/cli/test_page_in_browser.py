@@ -92,6 +92,14 @@ async function probe() {
 }
 """
 
+_REWARD = """
+async function probe() {
+  await wait(400);
+  const section = all("section").find(part => part.querySelector("h2")?.textContent === "Reward");
+  return {hidden: section.hidden, keys: all(".key", section).map(key => key.textContent)};
+}
+"""
+
 _FLEET = """
 async function probe() {
   await wait(400);
@@ -265,6 +273,27 @@ def test_fleet_guard_and_events(seen: Any) -> None:
     assert ["rollout-0", "", "serving", "v60", "", "2", "1"] in seen["fleet"]
     assert "ppo_kl (actor)7-9, 20warn 3x, skip20.06 in step 20above 0.05" in seen["guard"]
     assert seen["events"] == ["run", "member", "member", "group_dropped", "checkpoint", "end"]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "drawn"), [("critic/score/", True), (("critic/", "reward/", "val"), False)]
+)
+def test_a_reward_without_a_total_shows_its_parts_and_an_empty_section_is_hidden(
+    left_out: Any, drawn: bool, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "demo", num_steps=3)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
+    path.write_text(
+        "".join(
+            json.dumps(line | ({"reward/length/mean": 0.1 * line["step"]} if drawn else {})) + "\n"
+            for line in kept
+        )
+    )
+    seen = probe(page("demo", frozen(RunContent(folder))), HELPERS + _REWARD, tmp_path)
+    assert seen["hidden"] is not drawn
+    assert ("length" in seen["keys"]) is drawn
 
 
 def test_a_large_fleet_scrolls_below_its_counts_with_those_in_trouble_first(tmp_path: Path) -> None:

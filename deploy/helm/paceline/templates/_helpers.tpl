@@ -301,14 +301,14 @@ podFailurePolicy:
 podReplacementPolicy: Failed
 {{- end }}
 
-{{/* Redis' address, without the password. */}}
-{{/* Addresses of the blob stores, which have a name each, with a space between. */}}
+{{/* The blob stores' addresses, without the password, separated by spaces. */}}
 {{- define "paceline.blobStores" -}}
 {{- range $number := until (int .Values.blobs.stores) }}
 {{- if $number }} {{ end }}rediss://paceline@{{ $.Release.Name }}-blobs-{{ $number }}.{{ $.Release.Name }}-blobs:6379/0
 {{- end }}
 {{- end }}
 
+{{/* Redis' address, without the password. */}}
 {{- define "paceline.redisUrl" -}}
 {{- with .Values.redis.external }}
 {{- if .url }}
