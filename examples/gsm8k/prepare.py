@@ -1,13 +1,15 @@
 """Converts GSM8K's own files (`train.jsonl`, `test.jsonl`: `question` and `answer`) to prompts in parquet.
 
 Each row has the question as a chat message that asks for the answer format of the `gsm8k` reward, the final
-number in plain digits, and the row's origin. The rows keep their order.
+number in plain digits, the written solution for `paceline sft`, and the row's origin. The rows keep their
+order.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +31,12 @@ SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
         ("ground_truth", pa.string()),
+        ("answer", pa.string()),
         ("data_source", pa.string()),
         ("split", pa.string()),
     ]
 )
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # as in "48/2 = <<48/2=24>>24"
 
 
 def convert_row(question: str, answer: str, split: str) -> dict[str, Any]:
@@ -44,6 +48,7 @@ def convert_row(question: str, answer: str, split: str) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],
         "ground_truth": extract_answer(answer),
+        "answer": _CALCULATION.sub("", answer),
         "data_source": DATA_SOURCE,
         "split": split,
     }

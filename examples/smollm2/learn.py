@@ -4,7 +4,8 @@
     python examples/smollm2/learn.py                           # tasks.yaml, three seeds one after the other
     python examples/smollm2/learn.py --config examples/smollm2/gsm8k.yaml
 
-Makes the model and the tasks if they are missing. An evaluation is `paceline eval` on all held-out prompts,
+Makes the model, the tasks, and the starting model of a NAME_sft.yaml beside the configuration if they are
+missing. An evaluation is `paceline eval` on all held-out prompts,
 with eight answers each at temperature 1; brackets show a 95% interval over the prompts. Complete results in
 --out are kept.
 """
@@ -25,7 +26,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
-MADE = (("prepare.py", HERE / "model/config.json"), ("tasks.py", HERE / "data/tasks_train.jsonl"))
+MADE = {"prepare.py": HERE / "model/config.json", "tasks.py": HERE / "data/tasks_train.jsonl"}
+START = HERE / "start/config.json"  # what NAME_sft.yaml writes
 OF_TRAINING = ("trainer.", "actor.", "algorithm.", "data.train_")
 STEP_DONE = "timing_s/step"
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2]
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs and evaluations at the same time")
     parser.add_argument("--n", type=int, default=8, help="answers per held-out prompt")
     parser.add_argument("--config", type=Path, default=HERE / "tasks.yaml")
     parser.add_argument("--out", type=Path, help="folder for all runs (default: runs/smollm2-NAME)")
@@ -47,23 +49,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.config = args.config.resolve()
     args.out = (args.out or ROOT / "runs" / f"smollm2-{args.config.stem}").resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    prepare()
-    results = {"before": evaluated(args, "before", args.config)}
+    prepare(args)
     with ThreadPoolExecutor(args.jobs) as pool:
+        before = pool.submit(evaluated, args, "before", args.config)
         runs = list(pool.map(lambda seed: trained(args, seed), args.seeds))
         names = [f"seed {seed}" for seed in args.seeds]
         measured = pool.map(lambda name, run: evaluated(args, name.replace(" ", "-"), run), names, runs)
-        results |= dict(zip(names, measured, strict=True))
+        results = {"before": before.result()} | dict(zip(names, measured, strict=True))
     print(table(results))
     print(costs({name: metrics(run) for name, run in zip(names, runs, strict=True)}))
     return 0
 
 
-def prepare() -> None:
-    """Makes the model and the tasks if they are missing."""
-    for script, made in MADE:
-        if not made.is_file():
+def prepare(args: argparse.Namespace) -> None:
+    """Makes the model, the tasks and the starting model if they are missing."""
+    sft: Path = args.config.with_name(f"{args.config.stem}_sft.yaml")
+    for script, made in MADE.items():
+        if not made.is_file() and (script == "prepare.py" or not sft.is_file()):
             subprocess.run([sys.executable, str(HERE / script)], check=True)
+    if sft.is_file() and not START.is_file():
+        own = [word for word in args.overrides if word.startswith("model.")]
+        run("fine-tuning", [*PACELINE, "sft", str(sft), *own], args.out / "sft.log")
 
 
 def run(name: str, command: Sequence[str], log: Path) -> None:

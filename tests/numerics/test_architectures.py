@@ -158,19 +158,24 @@ def test_a_model_that_draws_random_numbers_is_refused(
         check(tmp_path, tiny_config("phi3", attention_dropout=0.0))
 
 
-@pytest.mark.parametrize(("nats", "is_refused"), [(7e-5, False), (2e-4, True)])
-def test_passes_that_differ_by_rounding_alone_do_not_refuse_a_model(
-    nats: float, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("added", "apart"),
+    [((0.0, 7e-5), 7e-5), ((0.0, 3e-4, 0.0), 3e-4), ((3e-4, 0.0, 0.0), 3e-4), ((0.0, 3e-4, -3e-4), None)],
+    ids=["rounding", "second off", "first off", "all differ"],
+)
+def test_one_pass_of_three_may_differ(
+    added: tuple[float, ...], apart: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One start, on a machine with 16 cores, added up in another order the second time."""
-    plain = self_test._packed
-    added = iter((0.0, nats))
-    monkeypatch.setattr(self_test, "_packed", lambda lm, rows: plain(lm, rows) + next(added))
-    if is_refused:
-        with pytest.raises(ModelError, match=r"differ by up to 0\.0002 nats"):
+    """Seen at two starts on busy machines; a model that draws random numbers differs in every pass."""
+    plain, offsets = self_test._packed, iter(added)
+    monkeypatch.setattr(self_test, "_packed", lambda lm, rows: plain(lm, rows) + next(offsets))
+    if apart is None:
+        with pytest.raises(ModelError, match=r"differ by up to 0\.0003 nats"):
             check(tmp_path, tiny_config("phi3"))
     else:
-        assert check(tmp_path, tiny_config("phi3")).passes_differ_by == pytest.approx(nats, rel=0.1)
+        outcome = check(tmp_path, tiny_config("phi3"))
+        assert outcome.passes_differ_by == pytest.approx(apart, rel=0.1)
+        assert outcome.largest_error < 2e-5
 
 
 def test_a_model_that_draws_and_whose_numbers_hardly_move_is_refused(

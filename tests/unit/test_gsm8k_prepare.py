@@ -42,6 +42,7 @@ def test_rows(prepare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "train.parquet: 2 prompts" in capsys.readouterr().out
     rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert [row["ground_truth"] for row in rows] == ["1200", "-5"]
+    assert [row["answer"] for row in rows] == ["500+700=1,200\n#### 1,200", "#### -5"]
     assert rows[0]["prompt"] == [{"role": "user", "content": f"How many?\n\n{prepare.INSTRUCTION}"}]
     assert prepare.INSTRUCTION.endswith("#### <number>")
     assert {(row["data_source"], row["split"]) for row in rows} == {("gsm8k", "train")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.config.tuning import SftRunConfig
 from paceline.reward.builtin import gsm8k
 from paceline.rollout.episodes.tools.calls import read_action
 
@@ -129,6 +131,42 @@ def test_the_tasks_that_the_library_draws_are_graded_by_the_reward(tmp_path: Pat
         assert tasks.last_number(f"Not 12345 but {right}.", "", **kept) > right_above
         assert tasks.last_number(f"{right}, so {right + 1}", "", **kept) <= right_above
         assert tasks.last_number("I do not know.", "", **kept) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "commands"),
+    [
+        ("tasks", (), ["prepare.py", "tasks.py"]),
+        ("tasks", ("prepare.py",), ["tasks.py"]),
+        ("gsm8k", (), ["prepare.py", "gsm8k_sft.yaml"]),
+        ("gsm8k", ("prepare.py", "start"), []),
+    ],
+)
+def test_only_what_is_missing_is_made(
+    name: str, made: tuple[str, ...], commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = _module("learn")
+    files = {script: tmp_path / script for script in ("prepare.py", "tasks.py", "start")}
+    for script in made:
+        files[script].touch()
+    called: list[list[str]] = []
+    monkeypatch.setattr(learn, "MADE", {script: files[script] for script in learn.MADE})
+    monkeypatch.setattr(learn, "START", files["start"])
+    monkeypatch.setattr(learn.subprocess, "run", lambda command, check: called.append(command))
+    monkeypatch.setattr(learn, "run", lambda name, command, log: called.append(list(command)))
+    settings = ["model.dtype=float32", "trainer.total_steps=5"]
+    learn.prepare(argparse.Namespace(config=FOLDER / f"{name}.yaml", out=tmp_path, overrides=settings))
+    tuned = [command for command in called if "sft" in command]
+    assert all(command[-1] == "model.dtype=float32" for command in tuned)
+    assert [Path(command[-2 if command in tuned else -1]).name for command in called] == commands
+
+
+def test_gsm8k_starts_from_what_its_fine_tuning_writes() -> None:
+    sft = load(SftRunConfig, FOLDER / "gsm8k_sft.yaml")
+    run = load(RunConfig, FOLDER / "gsm8k.yaml")
+    assert Path(run.model.path) == Path(sft.sft.output)
+    assert list(run.data.train_files) == list(sft.sft.train_files)
+    assert FOLDER.parents[1] / sft.sft.output / "config.json" == _module("learn").START
 
 
 def test_the_tables_of_what_was_learned() -> None:

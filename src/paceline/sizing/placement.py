@@ -6,7 +6,6 @@ Values given in the file stay, so a complete configuration means the same on eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
@@ -50,14 +49,18 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
 
 def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str]:
     """Completes the section according to device and weights; returns it and the choices in words."""
-    chosen: dict[str, Any] = {}
-    if "dtype" not in model.model_fields_set:
-        stored = model_tree(model)
-        is_float32 = stored.get("dtype", stored.get("torch_dtype")) == "float32"
-        chosen["dtype"] = "bfloat16" if on_gpus and not is_float32 else "float32"
-    other = {key: value for key, value in chosen.items() if value != getattr(model, key)}
-    words = [f"model.{key}={str(value).lower()}" for key, value in other.items()]
-    return model.model_copy(update=chosen), ", ".join(words)
+    if "dtype" in model.model_fields_set:
+        return model, ""
+    stored = model_tree(model)
+    is_float32 = stored.get("dtype", stored.get("torch_dtype")) == "float32"
+    dtype, words = "float32", ""
+    if on_gpus and not is_float32:
+        dtype, words = "bfloat16", "model.dtype=bfloat16"
+    elif on_gpus:
+        words = (
+            "model.dtype=float32, like the stored weights (on a GPU, model.dtype: bfloat16 is much faster)"
+        )
+    return model.model_copy(update={"dtype": dtype}), words
 
 
 def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:

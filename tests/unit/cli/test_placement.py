@@ -266,21 +266,25 @@ def test_weights_that_fill_a_gpu_get_more_gpus_per_engine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "num_gpus", "given", "dtype"),
+    ("stored", "num_gpus", "given", "dtype", "words"),
     [
-        ("bfloat16", 2, {}, "bfloat16"),
-        ("float16", 2, {}, "bfloat16"),
-        ("float32", 2, {}, "float32"),
-        ("bfloat16", 0, {}, "float32"),
-        ("bfloat16", 2, {"dtype": "float32"}, "float32"),
+        ("bfloat16", 2, {}, "bfloat16", "model.dtype=bfloat16"),
+        ("float16", 2, {}, "bfloat16", "model.dtype=bfloat16"),
+        ("float32", 2, {}, "float32", "on a GPU, model.dtype: bfloat16 is much faster"),
+        ("bfloat16", 0, {}, "float32", None),
+        ("float32", 0, {}, "float32", None),
+        ("bfloat16", 2, {"dtype": "float32"}, "float32", None),
     ],
 )
 def test_the_data_type_comes_from_model_and_device(
-    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str
+    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str, words: str | None
 ) -> None:
     store(folder, dtype=stored)
-    settled, _ = on(num_gpus, model={"path": "model", **given})
-    assert settled.model.dtype == dtype
+    machine = Machine(num_cores=4, gpus=tuple(range(num_gpus)), gpu_bytes=gpu_bytes)
+    settled = settle(config(model={"path": "model", **given}), machine)
+    assert settled.config.model.dtype == dtype
+    said = [remark for remark in settled.remarks if "model.dtype" in remark]
+    assert not said if words is None else words in said[0]
 
 
 def test_nothing_changes_on_a_cpu_but_what_is_said() -> None:

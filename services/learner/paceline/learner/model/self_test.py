@@ -151,18 +151,9 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
     rows = _rows(small)
     name = type(lm).__name__
     with torch.no_grad():
-        # Not compared bit for bit: on a busy CPU, a second pass was seen to sum in another order.
-        generator = torch.random.get_rng_state()
-        first, second = (_packed(lm, rows) for _ in range(2))
-        apart = float((first - second).abs().max())
-        if not torch.equal(generator, torch.random.get_rng_state()) or not apart <= TOLERANCE:
-            raise ModelError(
-                f"{name}: two forward passes over the same tokens differ by up to {apart:.2g} nats (allowed "
-                f"{TOLERANCE:g} and no random numbers), so no ratio could be trusted; the model draws random "
-                "numbers somewhere; use another model (docs/models.md)"
-            )
+        first, apart = _two_alike(lm, rows)
         reference = _reference(lm, small)
-        error = float((first - _one_by_one(reference, rows)).abs().max())
+        error = _apart(first, _one_by_one(reference, rows))
     if not error <= TOLERANCE:
         raise ModelError(
             f"{name}: log-probs over packed sequences differ from those of each sequence alone by up to "
@@ -179,6 +170,34 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
         passes_differ_by=apart,
         has_images=any(row.images for row in rows),
     )
+
+
+def _two_alike(lm: Any, rows: Sequence[PackedRow]) -> tuple[Tensor, float]:
+    """Returns the log-probs of a pass that a later one confirms, and how far the first two are apart.
+
+    Not compared bit for bit, and one pass of three may differ: at two of many hundred starts, on busy
+    machines with 16 and 32 cores, a single pass was off by 7e-5 and 3e-4.
+
+    Raises:
+        ModelError: random numbers were drawn, or no two passes agree.
+    """
+    generator = torch.random.get_rng_state()
+    passes = [_packed(lm, rows) for _ in range(2)]
+    apart = _apart(*passes)
+    if not apart <= TOLERANCE:
+        passes.append(_packed(lm, rows))
+    confirmed = [log_probs for log_probs in passes[:-1] if _apart(log_probs, passes[-1]) <= TOLERANCE]
+    if not confirmed or not torch.equal(generator, torch.random.get_rng_state()):
+        raise ModelError(
+            f"{type(lm).__name__}: two forward passes over the same tokens differ by up to {apart:.2g} nats "
+            f"(allowed {TOLERANCE:g} and no random numbers), so no ratio could be trusted; the model draws "
+            "random numbers somewhere; use another model (docs/models.md)"
+        )
+    return confirmed[0], apart
+
+
+def _apart(first: Tensor, second: Tensor) -> float:
+    return float((first - second).abs().max())
 
 
 def shrink(config: Any) -> Any:
