@@ -82,17 +82,16 @@ by a third.
 - **A row that is too long for one GPU**: with `learner.context_parallel: 2`, two ranks share the tokens of
   each row, and each keeps half of the activations. `learner.world_size` counts all ranks;
   `actor.ppo_max_token_len_per_gpu` counts the tokens of one rank, so a micro-batch holds twice as many. It
-  supports experts and images, but neither compiled layers nor layers with a recurrent state, and gives [the
-  numbers of one rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). If all parameters are trained, rows
-  of 131,072 tokens [train on two H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) for a 3B
-  model, and on four for 7B. At 32,768 tokens, shared rows take 5.7 % longer than rows on one rank.
+  supports experts and images, but no layers with a recurrent state, and gives [the numbers of one
+  rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). If all parameters are trained, rows of 131,072
+  tokens [train on two H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) for a 3B model, and
+  on four for 7B. At 32,768 tokens, shared rows take 5.7 % longer than rows on one rank.
 - **Experts that are too large to gather**: with `learner.expert_parallel: 2`, two ranks divide the experts of
   each layer. A rank gathers half of them, and tokens go to the ranks of their experts and back. It gives [the
   numbers of gathered experts](decisions/0042-experts-are-divided-over-ranks.md) and can be combined with
-  `learner.fsdp_size`, `learner.context_parallel`, adapters and `actor.router_replay`, but layers are not
-  compiled. The plan assumes that all ranks get as many tokens. On two H200s it frees 20 GiB of a 10B model's
-  update, which takes a fifth longer. So Paceline divides experts by itself only where the update does not fit
-  otherwise.
+  `learner.fsdp_size`, `learner.context_parallel`, adapters and `actor.router_replay`. The plan assumes that
+  all ranks get as many tokens. On two H200s it frees 20 GiB of a 10B model's update, which takes a fifth
+  longer. So Paceline divides experts by itself only where the update does not fit otherwise.
 - **Layers that are too large to gather**: with `learner.tensor_parallel: 2`, two ranks divide the matrices of
   attention and MLP, and share the tokens of each row. It gives [the numbers of whole
   matrices](decisions/0044-matrices-are-divided-over-the-ranks-that-share-tokens.md), and can be combined with

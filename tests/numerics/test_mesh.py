@@ -324,6 +324,11 @@ def test_a_rank_with_a_part_of_the_matrices_runs_out_of_memory(grid: FourRanks) 
 
 
 @pytest.mark.more
+def test_a_rank_runs_out_of_memory_among_compiled_layers(grid: FourRanks) -> None:
+    grid.assert_the_step_is_that_of_halves("compiled experts")
+
+
+@pytest.mark.more
 def test_a_rank_of_a_dense_model_that_shares_rows_runs_out_of_memory(grid: FourRanks) -> None:
     grid.assert_the_step_is_that_of_halves()
 

@@ -16,7 +16,9 @@ from paceline.algorithms.policy_losses import LossInputs, LossOutputs
 from paceline.algorithms.statistics import masked_mean
 from paceline.learner.distributed.mesh import room_for
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.decoder import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
+from paceline.learner.train.scoring import score_step
 from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
@@ -54,6 +56,26 @@ def failing_to_send(due: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
+def in_updates(learner: Learner) -> Iterator[Callable[[], bool]]:
+    """Yields whether a pass has a graph and, where a learner scores with a graph, belongs to an update."""
+    if not learner.config.actor.compiles:
+        yield torch.is_grad_enabled
+        return
+    is_scoring = False
+
+    def scored(*arguments: Any) -> Any:
+        nonlocal is_scoring
+        is_scoring = True
+        try:
+            return score_step(*arguments)
+        finally:
+            is_scoring = False
+
+    with patch("paceline.learner.train.step.score_step", scored):
+        yield lambda: torch.is_grad_enabled() and not is_scoring
+
+
+@contextmanager
 def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[list[int]]:
     """Runs out of memory in these passes with a graph, counted from 0; yields the rows of each pass.
 
@@ -68,15 +90,16 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
         return len(sizes) - 1 in passes and sizes[-1] > 0  # a filler always fits
 
     def count(network: Any, arguments: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled():
+        if is_update():
             sizes.append(len(arguments[0].rows))
             gc.collect()
             # What the pass before held is gone before the next one needs room.
             assert not any(state() is not None for state in states)
             states.clear()
 
+    @torch.compiler.disable
     def fail(module: Any, arguments: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled() or place == "tokens":
+        if not is_update() or place == "tokens":
             return output
         states.append(weakref.ref(output))
         if place.endswith("backwards"):
@@ -92,7 +115,7 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
     gc.collect()
     gc.freeze()  # what exists by now is not looked at again, neither here nor in later collections
     try:
-        with failing_to_send(due if place == "tokens" else bool):
+        with failing_to_send(due if place == "tokens" else bool), in_updates(learner) as is_update:
             yield sizes
     finally:
         for hook in hooks:
@@ -103,7 +126,8 @@ def build(ranks: Ranks, model: str, notes: list[str], **actor: Any) -> Learner:
     """A run of two mini-batches with several micro-batches each."""
     fixed = {"ppo_max_token_len_per_gpu": 96, "ratio_audit_freq": 100, "shared_prompts": "off"}
     settings = fixed | actor
-    return Learner.build(run_config(Path(model), algorithm=GROUPS, actor=settings), ranks, notes.append)
+    with patch.object(compiling, "BACKEND", "eager"):
+        return Learner.build(run_config(Path(model), algorithm=GROUPS, actor=settings), ranks, notes.append)
 
 
 def bits(learner: Learner) -> list[list[float]]:
@@ -149,6 +173,7 @@ def ranks_that_share_rows(ranks: Ranks, kind: str, folder: str) -> list[Any]:
         "experts": (PLACES[1], {"load_balance_coef": 0.1, "shared_prompts": "on"}),
         "divided experts": ("tokens", {}),
         "divided experts, recomputed": (PLACES[-1], {"memory": lean}),
+        "compiled experts": (PLACES[2], {"compile": True}),
     }[kind]
     actor |= {"ppo_max_token_len_per_gpu": 48}  # several micro-batches for each group
     undisturbed = build(ranks, folder, [], **actor)

@@ -42,6 +42,9 @@ GRID = (
     ("tensor 2, 2 copies", "windows"),
     ("tensor 2, experts 2", "experts"),
     ("tensor 2, experts 2", "corrections"),
+    ("context 4", "compiled"),
+    ("tensor 2", "compiled"),
+    ("experts 2, context 2", "compiled experts"),
 )
 """What `make test-more` compares beside them; with these there is each mesh and each variant."""
 
@@ -159,6 +162,11 @@ def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str)
         "steps": compared(ranks, GRID, models, expected, checkpoints),
         "out of memory, divided matrices": memory_faults.ranks_that_share_rows(
             remeshed(ranks, "tensor 2"), "dense", small
+        ),
+        "out of memory, compiled experts": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "experts 2, context 2"),
+            "compiled experts",
+            str(Path(models, VARIANTS["experts"][0])),
         ),
         "families": tensor_ranks.families(ranks, f"{models}/families"),
         "resumed": against_one_rank(

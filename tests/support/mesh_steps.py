@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from paceline.learner.distributed.mesh import (
     form_rows_mesh,
 )
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.decoder import compiling
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.model.lora import adapter_names, with_adapters
 from paceline.learner.train.state.learner import Learner
@@ -78,6 +80,11 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "actor": {"ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 160},
         },
     ),
+    "compiled": ("qwen2", {"actor": {"shared_prompts": "on", "compile": True}}),
+    "compiled experts": (
+        "qwen3_moe",
+        {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1, "compile": True}},
+    ),
     "lean": (
         "qwen2",
         {"actor": {"memory": {"accumulate": False, "keep_gathered": False, "offload": True}}},
@@ -131,6 +138,8 @@ def config_of(ranks: Ranks, models: Path, variant: str) -> RunConfig:
     actor = {"ppo_mini_batch_size": NUM_PROMPTS // 2, "ppo_max_token_len_per_gpu": 64, "optim": optim}
     actor |= sections.get("actor", {})
     actor["ppo_max_token_len_per_gpu"] //= context
+    if ranks.world.size == 1:
+        actor["compile"] = False  # compiled layers are compared with those that are not
     expert = 1 if ranks.experts is None else ranks.experts.size(-1)
     tensor = 1 if ranks.tensors is None else ranks.tensors.size(-1)
     sizes = {
@@ -154,7 +163,7 @@ def config_of(ranks: Ranks, models: Path, variant: str) -> RunConfig:
 def steps(
     ranks: Ranks, models: Path, variant: str, *, resume: str = "", checkpoint: str = ""
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of all steps, and all parameters that train after them.
+    """Metrics of all steps, and all parameters that train after them; compiled layers have torch's kernels.
 
     Args:
         ranks: on their mesh.
@@ -163,7 +172,8 @@ def steps(
         resume: a checkpoint of step 1, after which to go on.
         checkpoint: where to write one after step 1.
     """
-    learner = Learner.build(config_of(ranks, models, variant), ranks)
+    with patch.object(compiling, "BACKEND", "eager"):
+        learner = Learner.build(config_of(ranks, models, variant), ranks)
     metrics = []
     if resume:
         load(learner, Path(resume))

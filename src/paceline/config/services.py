@@ -162,17 +162,15 @@ class LearnerConfig(Section):
         "auto",
         description="Ranks over which the experts of each layer are divided: a rank gathers only its part of "
         "them, and tokens go to the ranks of their experts and back. Must divide fsdp_size, and the model's "
-        "experts. 1: every rank gathers all experts of a layer. Has no compiled form. auto: the fewest ranks "
-        "with which the update fits into memory by the memory plan; 1 with `paceline up` and for training on "
-        "pairs.",
+        "experts. 1: every rank gathers all experts of a layer. auto: the fewest ranks with which the update "
+        "fits into memory by the memory plan; 1 with `paceline up` and for training on pairs.",
     )
     tensor_parallel: int = Field(
         1,
         gt=0,
         description="Ranks over which the matrices of each layer are divided, for layers that are too large "
         "for one GPU. The same ranks share the tokens of each row, so context_parallel is this number, too. "
-        "Must divide fsdp_size, and the model's attention heads. Has no compiled form; 1 for training on "
-        "pairs.",
+        "Must divide fsdp_size, and the model's attention heads. 1 for training on pairs.",
     )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores, divided among the ranks."

@@ -275,16 +275,25 @@ class ModelShape:
         three of them in attention. If compiled, the factors are three and nine, because results that need no
         matrix product are recomputed. A token's states are copied to each of its experts and back.
         """
-        inner, states = (3, 6) if compiled else (4, 10)
-        inner += 3 if self.clamps_mlp else 0
+        states, inner = 6 if compiled else 10, self._kept_by_mlp(compiled=compiled)
         if self.latent is not None:
             attention = self.latent.activations
         else:
             attention, has_norms = 3 * self.attention_width, self.head_norms or self.has_plain_norms
             attention += 2 * (self.attention_width + self.kv_width) if has_norms else 0
-        width = self.num_chosen * self.intermediate + self.shared if self.num_experts else self.intermediate
-        copies = 2 * self.num_chosen if self.num_experts else 0
-        return inner * width + (states + copies) * self.hidden + attention
+        width = self.shared if self.num_experts else self.intermediate
+        return inner * width + states * self.hidden + attention + self.of_experts(compiled=compiled)
+
+    def of_experts(self, *, compiled: bool) -> int:
+        """Returns the part of `activations` that a token's experts keep, with its states' copies."""
+        if not self.num_experts:
+            return 0
+        width = self._kept_by_mlp(compiled=compiled) * self.intermediate
+        return self.num_chosen * (width + 2 * self.hidden)
+
+    def _kept_by_mlp(self, *, compiled: bool) -> int:
+        """Returns the numbers that an MLP keeps for each number of its width."""
+        return (3 if compiled else 4) + (3 if self.clamps_mlp else 0)
 
     def cached(self, num_ranks: int) -> int:
         """Returns numbers per token and layer in an engine's KV cache, which `num_ranks` GPUs share by heads.

@@ -158,7 +158,7 @@ def _expert_sizes(config: RunConfig, shape: ModelShape) -> list[int]:
     learner = config.learner
     if learner.expert_parallel != "auto":
         return [learner.expert_parallel]
-    most = learner.num_shards if shape.divides_experts and config.actor.compile is not True else 1
+    most = learner.num_shards if shape.divides_experts else 1
     sizes = range(1, most + 1)
     return [size for size in sizes if learner.num_shards % size == shape.num_experts % size == 0]
 

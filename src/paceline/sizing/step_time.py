@@ -22,8 +22,8 @@ from paceline.sizing.memory.learner_memory import LearnerMemory
 # Share of a card's peak that matrix products of a training step reach; the largest alone reach 0.76.
 _PRODUCTS: Final = 0.65
 # Bytes that elementwise kernels and attention move in both passes per number of a layer's activations, with
-# compiled layers and without.
-_MOVED_COMPILED, _MOVED_EAGER = 20.0, 32.0
+# compiled layers (True) and without.
+_MOVED: Final = {True: 20.0, False: 32.0}
 # Share of the card's memory bandwidth that decoding reaches.
 _READING: Final = 0.95
 # Seconds per decoding step in which the GPU waits for its host: with captured graphs; in addition per
@@ -319,15 +319,22 @@ class _Batch:
         if self.config.model.lora is not None and forward > 1.0:
             forward -= 1.0  # frozen matrices have no gradient of their own
         arithmetic = forward * (layers * computed + head * scored) / self._products_per_s
-        numbers = computed * shape.num_layers * shape.activations(compiled=compiled)
-        per_number = (_MOVED_COMPILED if compiled else _MOVED_EAGER) * self._width / 2
-        moving = moved * per_number * numbers / self.card.bandwidth
+        moving = moved * self._moved_by_token * self._width / 2 * computed / self.card.bandwidth
         layer_passes = forward * self._micro_batches * shape.num_layers
         num_experts = shape.num_experts / self.config.learner.num_expert_ranks
         by_expert = layer_passes * num_experts * _LAUNCH_PER_EXPERT_S
         if compiled:
             return arithmetic + moving + layer_passes * _LAUNCH_COMPILED_S + by_expert
         return max(arithmetic + moving, layer_passes * _LAUNCH_S) + by_expert
+
+    @property
+    def _moved_by_token(self) -> float:
+        """Bytes that all layers move for a token in half precision; divided experts are not compiled."""
+        shape, compiled = self.shape, self.config.actor.compiles
+        with_experts = compiled and self.config.learner.num_expert_ranks == 1
+        experts = shape.of_experts(compiled=with_experts)
+        rest = shape.activations(compiled=compiled) - shape.of_experts(compiled=compiled)
+        return shape.num_layers * (_MOVED[compiled] * rest + _MOVED[with_experts] * experts)
 
     def _between_ranks(self) -> float:
         """Returns the seconds of gathers, reductions and exchanges that do not overlap computation.

@@ -247,8 +247,6 @@ def test_ranks_that_share_rows_hold_their_part_of_them() -> None:
     assert config.micro_batch_tokens == 1600
     assert config.learner.num_data_ranks == 4
     assert LearnerMemory.of(config, shape_of(SEVEN)).num_tokens == 800
-    with pytest.raises(ConfigError, match=r"learner\.context_parallel has no compiled form"):
-        run_of(learner={"world_size": 8, "context_parallel": 2}, actor={"compile": True})
     few = run_of(
         learner={"world_size": 8, "context_parallel": 2},
         actor={"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 65536},
@@ -282,8 +280,6 @@ def test_ranks_that_divide_experts_gather_their_part_of_them() -> None:
     everywhere = 16 * shape.experts * 3 // 4
     for part, size in (("gathered", 2), ("gradients", kept[0].bytes_per_gradient)):
         assert kept[0].update[part] - kept[1].update[part] == size * everywhere
-    with pytest.raises(ConfigError, match=r"learner\.expert_parallel has no compiled form"):
-        run_of(learner={"world_size": 8, "expert_parallel": 2}, actor={"compile": True})
     run_of(learner={"world_size": 8, "expert_parallel": 2}, actor={"router_replay": True})
     assert (
         not run_of(learner={"world_size": 8, "expert_parallel": 2}).with_compile(on_gpu=True).actor.compiles
@@ -318,11 +314,35 @@ def test_ranks_that_divide_matrices_gather_their_part_of_them() -> None:
         assert kept[0].update[part] - kept[1].update[part] == size * 28 * elsewhere
 
 
-def test_divided_matrices_go_with_eager_layers_and_adamw() -> None:
+def test_the_compiler_drops_nothing_of_divided_experts_and_matrices() -> None:
+    """A token keeps four numbers of an expert's width, and its states twice, for each of eight experts."""
+    memory = {"recompute": 0.5, "accumulate": False, "keep_gathered": False, "offload": False}
+    actor = {"compile": True, "memory": memory}
+
+    def layers(tree: dict[str, Any], **learner: int) -> float:
+        plan = LearnerMemory.of(run_of(learner={"world_size": 8, **learner}, actor=actor), shape_of(tree))
+        return plan._activations / plan.num_tokens / plan.shape.num_layers / 2
+
+    alone, divided = layers(TEN_WITH_EXPERTS), layers(TEN_WITH_EXPERTS, expert_parallel=2)
+    experts, copies = 8 * 768, 8 * 2 * 2048
+    exchanged = copies / shape_of(TEN_WITH_EXPERTS).num_layers
+    assert divided - exchanged == pytest.approx(alone + 4 * experts - 0.55 * 3 * experts + 0.45 * copies)
+    everything = shape_of(SEVEN).activations(compiled=True)
+    assert layers(SEVEN, context_parallel=2) == pytest.approx(0.55 * everything)
+    assert layers(SEVEN, tensor_parallel=2) == pytest.approx(
+        everything + 2 * 3584
+    )  # states of the other rank
+
+
+def test_layers_are_compiled_by_themselves_where_ranks_exchange_nothing() -> None:
+    for name in ("context_parallel", "expert_parallel", "tensor_parallel"):
+        for size in (1, 2):
+            run = run_of(learner={"world_size": 8, name: size}, actor={"compile": "auto"})
+            assert run.with_compile(on_gpu=True).actor.compiles == (size == 1), name
+
+
+def test_divided_matrices_go_with_adamw() -> None:
     learner = {"world_size": 8, "tensor_parallel": 2}
-    assert not run_of(learner=learner).with_compile(on_gpu=True).actor.compiles
-    with pytest.raises(ConfigError, match=r"learner\.tensor_parallel has no compiled form"):
-        run_of(learner=learner, actor={"compile": True})
     for kind in ("muon", "adamw_8bit"):
         with pytest.raises(ConfigError, match=rf"actor\.optim\.type={kind} needs whole rows of matrices"):
             run_of(learner=learner, actor={"optim": {"type": kind}})

@@ -86,10 +86,11 @@ def test_ranks_share_rows_that_exceed_a_budget_of_the_file_where_nothing_else_is
     assert shared(long_run(31744, actor=budget, world_size=12), 141, heads)[0] == 6
 
 
-def test_compiled_layers_of_the_file_leave_rows_on_one_rank() -> None:
-    assert shared(long_run(31744, actor={"compile": True}), 40)[::2] == (1, False)
-    with pytest.raises(ConfigError, match="cannot hold one sequence of"):
-        long_run(31744, actor={"compile": True, "ppo_max_token_len_per_gpu": 16384})
+def test_ranks_share_rows_and_divide_experts_of_compiled_layers_if_the_file_asks_for_them() -> None:
+    for compiled in (False, True):
+        assert shared(long_run(31744, actor={"compile": compiled}), 40)[::2] == (2, True)
+        run = long_run(31744, actor={"compile": compiled, "ppo_max_token_len_per_gpu": 16384})
+        assert run.with_context().learner.context_parallel == 2
 
 
 DEEPSEEK = {
@@ -123,7 +124,7 @@ def divided(run: RunConfig, gib: int, tree: dict[str, Any] = DEEPSEEK) -> tuple[
     assert settled.learner.num_expert_ranks == choice.experts
     assert shape is not None
     if choice.fits and choice.experts > 1:
-        assert not settled.with_compile(on_gpu=True).actor.compiles
+        assert settled.with_compile(on_gpu=True).actor.compiles == (run.actor.compile is True)
         gathered = settled.changed(learner={"expert_parallel": choice.experts // 2})
         if "expert_parallel" not in run.learner.model_fields_set:
             assert LearnerMemory.of(gathered, shape).most > 0.9 * gib * GIB
@@ -137,11 +138,11 @@ def test_ranks_divide_experts_only_as_far_as_the_update_does_not_fit() -> None:
     assert divided(run, 400) == (1, 1, True)
     assert divided(long_run(7168, world_size=128, expert_parallel=4), 400)[1] == 4
     assert divided(long_run(7168, world_size=128, expert_parallel=1), 80)[1] == 1
-    # Not by ranks of another copy, nor where layers have to be compiled or an expert would be cut.
+    # Not by ranks of another copy, nor where an expert would be cut.
     copies = long_run(1024, world_size=8, fsdp_size=2)
     assert divided(copies, 56, TEN_WITH_EXPERTS) == (1, 2, True)
     assert divided(copies, 48, TEN_WITH_EXPERTS) == (1, 1, False)
-    assert divided(long_run(7168, world_size=128, actor={"compile": True}), 80)[1:] == (1, False)
+    assert divided(long_run(7168, world_size=128, actor={"compile": True}), 80) == (1, 8, True)
     assert divided(run, 80, DEEPSEEK | {"n_routed_experts": 257})[1] == 1
     assert divided(run, 80, DEEPSEEK | {"model_type": "llama4_text"})[1:] == (1, False)
     assert divided(long_run(1024, world_size=6), 28, TEN_WITH_EXPERTS) == (1, 2, True)

@@ -306,17 +306,6 @@ def _teacher_has_a_use(config: DerivedSettings) -> None:
     _refuse("algorithm.teacher", refused)
 
 
-def _exchanges_are_not_compiled(config: DerivedSettings) -> None:
-    ranks = {
-        "tensor_parallel": config.learner.tensor_parallel,
-        "context_parallel": config.learner.num_context_ranks,
-        "expert_parallel": config.learner.num_expert_ranks,
-    }
-    for name, number in ranks.items():
-        if config.actor.compiles and number > 1:
-            raise ValueError(f"learner.{name} has no compiled form; set actor.compile: false or leave it out")
-
-
 def _divided_matrices_have_whole_averages(config: DerivedSettings) -> None:
     """Refuses optimizers that need whole rows of matrices, of which a rank then has parts."""
     critics = {"critic": config.critic.optim.type} if "critic" in config.needs else {}
@@ -420,7 +409,6 @@ AGREEMENTS: Final[tuple[Callable[[DerivedSettings], None], ...]] = (
     _servers_can_have_other_engines,
     _frozen_networks_have_a_use,
     _teacher_has_a_use,
-    _exchanges_are_not_compiled,
     _divided_matrices_have_whole_averages,
     _rows_fit_into_messages,
     _batches_fit,

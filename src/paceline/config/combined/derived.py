@@ -112,8 +112,7 @@ class DerivedSettings(RunSections):
         if learner.context_parallel != "auto" or learner.tensor_parallel > 1:
             sizes = [learner.num_context_ranks]
         else:
-            most = 1 if self.actor.compile is True else learner.world_size
-            sizes = [size for size in range(1, most + 1) if learner.world_size % size == 0]
+            sizes = [size for size in range(1, learner.world_size + 1) if learner.world_size % size == 0]
         budget = self.actor.ppo_max_token_len_per_gpu if is_given else self.max_model_len
         return [size for size in sizes if size * budget >= self.max_model_len]
 

@@ -350,13 +350,25 @@ class LearnerMemory:
     @property
     def _activations(self) -> int:
         """Bytes in all layers: inputs of recomputing layers, one such layer in full, and what others keep."""
-        if self.compiled and self.kept_share:  # no compiled layers exchange tokens
-            return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
+        if self.compiled and self.kept_share:
+            return self.shape.num_layers * self._compiled_layer + self._exchanged
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
         # The inputs of two layers are on the GPU as well as on the host.
         inputs = (recomputed - max(0, self._num_inputs_on_host - 2)) * self.layer_input
         kept = (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
         return inputs + kept + self._exchanged + recomputed * self._rows_order
+
+    @property
+    def _compiled_layer(self) -> int:
+        """Bytes that a compiled layer keeps.
+
+        The compiler has no part in divided experts, and does not see divided matrices and what is between
+        them as a whole, so it is not expected to drop anything there.
+        """
+        if self.tensor > 1:
+            return self._layer
+        experts = self._by_token(self.shape.of_experts(compiled=False)) if self.expert > 1 else 0
+        return round(kept_bytes(self.kept_share) * (self._layer - experts)) + experts
 
     @property
     def _rows_order(self) -> int:
@@ -394,7 +406,13 @@ class LearnerMemory:
         Attention and MLP with divided matrices also keep the states of the other ranks' tokens.
         """
         numbers = self.shape.activations(compiled=self.compiled)
-        return self.num_tokens * self.bytes_per_number * numbers + 2 * (self.tensor - 1) * self.layer_input
+        if self.compiled and self.expert > 1:  # the experts are not
+            numbers += self.shape.of_experts(compiled=False) - self.shape.of_experts(compiled=True)
+        return self._by_token(numbers) + 2 * (self.tensor - 1) * self.layer_input
+
+    def _by_token(self, numbers: int) -> int:
+        """Returns the bytes of this many numbers for each token."""
+        return self.num_tokens * self.bytes_per_number * numbers
 
 
 def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:

@@ -244,9 +244,9 @@ class MemoryPlan:
     def _context(self, leanest: LearnerMemory, total: int) -> int:
         """Returns how many ranks must share a row to make it fit; 0 if that does not help."""
         world_size, now = self.config.learner.world_size, self.config.learner.num_context_ranks
-        row, most = now * leanest.num_tokens, now if self.config.actor.compile is True else world_size
-        for size in range(now + 1, most + 1):
-            share = leanest.changed(num_tokens=-(-row // size), context=size, compiled=False)
+        row, compiled = now * leanest.num_tokens, self.config.actor.compile is True
+        for size in range(now + 1, world_size + 1):
+            share = leanest.changed(num_tokens=-(-row // size), context=size, compiled=compiled)
             fits = share.most <= total
             if fits and world_size % size == leanest.shape.num_heads % size == 0:
                 return size

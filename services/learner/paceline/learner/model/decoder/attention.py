@@ -38,6 +38,7 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.model.decoder import flash_attention
 from paceline.learner.model.decoder.divided.tensor_parallel import own_key_heads
 from paceline.learner.model.decoder.flash_attention import Scoring
+from paceline.learner.model.decoder.opaque import opaque
 from paceline.learner.model.decoder.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
@@ -66,8 +67,7 @@ def keep_out_of_graphs() -> None:
         _dynamo.maybe_mark_dynamic(out, 1)
         return out, None
 
-    uncompiled = torch.compiler.disable(attention_of_known_size)  # type: ignore[no-untyped-call]
-    AttentionInterface.register(PACKED_ATTENTION, uncompiled)
+    AttentionInterface.register(PACKED_ATTENTION, opaque(attention_of_known_size))
 
 
 def packed_attention(

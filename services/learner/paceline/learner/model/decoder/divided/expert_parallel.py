@@ -27,6 +27,7 @@ from paceline.learner.distributed.context import differentiable
 from paceline.learner.distributed.mesh import RankGroup, Route
 from paceline.learner.distributed.shards import OwnPart
 from paceline.learner.model.architectures import stacks_of
+from paceline.learner.model.decoder.opaque import opaque
 
 
 def divide_experts(layer: nn.Module, num_ranks: int) -> list[nn.Module]:
@@ -148,6 +149,7 @@ def _sending(experts: Any, indices: Tensor) -> _Sending:
 # One class for all layers, so that they share code.
 @cache
 def _spread_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    @opaque  # the sizes of messages differ from pass to pass
     def forward(self: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         group: RankGroup = self.expert_group
         num_tokens, num_chosen = indices.shape

@@ -28,6 +28,7 @@ from paceline.core.errors import ConfigError
 from paceline.learner.distributed.context import copied, differentiable
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.shards import OwnPart
+from paceline.learner.model.decoder.opaque import opaque
 
 # By the dimension of the weight that is divided: the parameters that are divided with it, and along which
 # dimension.
@@ -151,6 +152,7 @@ def spread_matrices(parts: Sequence[DividedPart], mesh: DeviceMesh, group: RankG
     return [linear for part in parts for linear in part.matrices]
 
 
+@opaque
 def _gather_inputs(
     signature: inspect.Signature, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -186,6 +188,7 @@ class _OwnMatrix(OwnPart):
 def _columns_kind(kind: type[nn.Linear]) -> type[nn.Linear]:
     plain: Callable[..., Tensor] = kind.forward
 
+    @opaque
     def forward(self: nn.Linear, states: Tensor) -> Tensor:
         return plain(_OwnMatrix(self, bias=True), states)
 
@@ -196,6 +199,7 @@ def _columns_kind(kind: type[nn.Linear]) -> type[nn.Linear]:
 def _rows_kind(kind: type[nn.Linear]) -> type[nn.Linear]:
     plain: Callable[..., Tensor] = kind.forward
 
+    @opaque
     def forward(self: Any, states: Tensor) -> Tensor:
         total = reduce_scattered(plain(_OwnMatrix(self, bias=False), states), self.tensor_group)
         bias = _OwnMatrix(self, bias=True).bias
