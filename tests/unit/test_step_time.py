@@ -11,7 +11,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.cards import CARDS
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.step_time import StepTime
+from paceline.sizing.step_time import StepTime, _Batch
 from support.timed_steps import BOUNDED, KEPT, SHAPES, TIMED, Timed
 
 
@@ -225,3 +225,30 @@ def test_few_sequences_read_few_experts() -> None:
     )
     read = 2 * (shape.active_parameters + 8 / 128 * shape.idle_parameters)
     assert alone.generation == pytest.approx(1024 * (read / (0.95 * 3.35e12) + 1.9e-3), rel=0.03)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_divided_experts_move_what_uncompiled_ones_do(compiled: bool) -> None:
+    tree = SHAPES["3B"] | {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    shape = ModelShape.of(tree)
+    assert shape is not None
+    settings = TIMED["3B"].config.model_dump(mode="json", exclude_unset=True)
+    settings["actor"]["compile"] = compiled
+    gathered, divided = (
+        _Batch.of(
+            parse(RunConfig, settings | {"learner": settings["learner"] | {"expert_parallel": size}}),
+            shape,
+            CARDS["H100"],
+            512,
+            1024,
+        )._moved_by_token
+        for size in (1, 2)
+    )
+    kept = 36 * 8 * (768 * 4 + 2 * 2048)  # of 36 layers, by eight experts, in an uncompiled layer
+    less = 36 * 8 * (768 * 3 + 2 * 2048)
+    assert divided - gathered == pytest.approx(32 * kept - 20 * less if compiled else 0)
