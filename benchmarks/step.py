@@ -139,22 +139,8 @@ def take_layout(args: argparse.Namespace, resolved: Path) -> None:
 
 
 def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, Any]]:
-    """Runs `paceline train` until the steps are done, and returns their metrics from `path`.
-
-    The run is configured with one more step and stopped before it, because a run that completes writes a
-    checkpoint (85 GiB for 7B).
-    """
-    more = f"trainer.total_steps={args.steps + 1}"
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli.main",
-        "train",
-        str(config),
-        "--plain",
-        more,
-        *args.overrides,
-    ]
+    """Runs `paceline train` until the steps are done, and returns their metrics from `path`."""
+    command = train_command(args, config)
     with subprocess.Popen(command, cwd=ROOT, env=environment(args)) as run:
         deadline = time.monotonic() + RUN_TIMEOUT_S
         while run.poll() is None and len(steps_in(path)) < args.steps and time.monotonic() < deadline:
@@ -162,6 +148,17 @@ def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, 
         run.terminate()
         run.wait(STOP_TIMEOUT_S)
     return steps_in(path)[: args.steps]
+
+
+def train_command(args: argparse.Namespace, config: Path) -> list[str]:
+    """Returns the command of `paceline train`.
+
+    The run is configured with one more step and stopped before it, because a run that completes writes a
+    checkpoint (85 GiB for 7B).
+    """
+    more = f"trainer.total_steps={args.steps + 1}"
+    words = ["-m", "paceline.cli.main", "train", str(config), "--plain", more, *args.overrides]
+    return [sys.executable, *words]
 
 
 def steps_in(path: Path) -> list[dict[str, Any]]:
