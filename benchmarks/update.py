@@ -159,14 +159,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--micro-batch-tokens", type=int, help="tokens per rank, instead of the form's sequences"
     )
-    parser.add_argument("--context", type=int, default=1, help="ranks that share each row, in eager forms")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share each row")
     parser.add_argument("--fsdp-size", type=int, help="ranks that share a copy of the weights; default: all")
-    parser.add_argument(
-        "--experts", type=int, default=1, help="ranks over which experts are divided, in eager forms"
-    )
-    parser.add_argument(
-        "--tensor", type=int, default=1, help="ranks over which matrices are divided, in eager forms"
-    )
+    parser.add_argument("--experts", type=int, default=1, help="ranks over which experts are divided")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks over which matrices are divided")
     parser.add_argument(
         "--kernels", type=int, default=0, help="list this many kernels of a last step of rank 0"
     )
