@@ -28,8 +28,10 @@ from tests.support.sequencer_run import prompts
 class Store:
     """Texts and arrays of all samples; those of the last sample are gone."""
 
-    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
-        return ["text"] * len(headers)
+    text = b"text"
+
+    async def text_blobs(self, headers: Sequence[ScoredHeader]) -> list[bytes]:
+        return [self.text] * len(headers)
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
         stored = Trajectory(
@@ -64,6 +66,32 @@ async def test_tokens_and_log_probs_are_written(tmp_path: Path, with_tokens: boo
         assert first["response_log_probs"] == [-0.5, -1.0, -2.0]
         assert first["learner_log_probs"] == [-0.5, -1.0, -2.5]
         assert last["response_token_ids"] is last["response_log_probs"] is last["learner_log_probs"] is None
+
+
+async def test_a_mask_is_left_out_if_the_policy_sampled_every_token(tmp_path: Path) -> None:
+    masks = [np.array(mask, dtype=np.uint8) for mask in ([1, 1, 1], [0, 1, 1])]
+
+    class Masked(Store):
+        async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
+            stored, *_ = await super().trajectories(headers)
+            assert stored is not None
+            return [dataclasses.replace(stored, response_mask=mask) for mask in masks]
+
+    store: Any = Masked()
+    path, headers = tmp_path / "step_000001.parquet", [scored(0), scored(0)]
+    await TrajectoryFile(path, step=1, prompts=prompts(1).prompts).write(headers, store)
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    assert [row["response_mask"] for row in rows] == [None, [0, 1, 1]]
+    read = [arrays["response_mask"] for _, arrays in read_rows(path, {headers[0].trajectory_id.prompt_id})]
+    assert [(mask.dtype, mask.tolist()) for mask in read] == [(m.dtype, m.tolist()) for m in masks]
+
+
+async def test_a_text_that_is_not_utf_8_is_written_with_replacement_characters(tmp_path: Path) -> None:
+    store: Any = Store()
+    store.text = b"te\xffxt"
+    path = tmp_path / "step_000001.parquet"
+    await TrajectoryFile(path, step=1, prompts=prompts(1).prompts).write([scored(0), scored(0)], store)
+    assert pyarrow.parquet.read_table(path)["response"].to_pylist() == ["te\ufffdxt"] * 2
 
 
 async def test_only_the_digest_of_choices_of_experts_is_written(tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     # trajectories/, with the journal's digest of the file mended
     "a token changed": (in_row("response_token_ids", lambda t: [t[0] + 1, t[1]]), OTHER),
     "a log-prob changed": (in_row("response_log_probs", lambda t: [t[0] - 2**-20, t[1]]), OTHER),
-    "a mask bit changed": (in_row("response_mask", lambda m: [0, m[1]]), OTHER),
+    "a mask bit changed": (in_row("response_mask", lambda _: [0, 1]), OTHER),
     "a mask bit changed, its count too": (
         in_table(lambda rows: rows[1].update(response_mask=[0, 1], num_sampled_tokens=1)),
         OTHER,

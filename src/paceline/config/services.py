@@ -89,7 +89,9 @@ class TrainerConfig(Section):
     )
 
     save_tokens: bool = Field(
-        True, description="save_trajectories: also write token ids and the log-probs of engine and learner."
+        True,
+        description="save_trajectories: also write token ids and the log-probs of engine and learner. A row "
+        "without a response_mask has a 1 for each token.",
     )
     loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
         (),

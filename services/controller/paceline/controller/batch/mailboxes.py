@@ -105,7 +105,12 @@ class Mailboxes:
         return keys
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
-        """Returns the responses' texts; "" if none is stored.
+        """Returns the responses' texts; "" if none is stored. Raises what `text_blobs` raises."""
+        blobs = await self.text_blobs(headers, required=required)
+        return [blob.decode(errors="replace") for blob in blobs]
+
+    async def text_blobs(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[bytes]:
+        """Returns the responses' texts in UTF-8; b"" if none is stored.
 
         Raises:
             LostDataError: a text was stored and is gone, though `required`.
@@ -114,8 +119,7 @@ class Mailboxes:
         if required and None in stored:
             raise LostDataError("the message broker has lost texts of the step's samples")
         blobs = iter(stored)
-        texts = [next(blobs) if header.text_key else None for header in headers]
-        return ["" if text is None else text.decode(errors="replace") for text in texts]
+        return [(next(blobs) or b"") if header.text_key else b"" for header in headers]
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
         """Returns the samples' tokens and log-probs; None if they are gone."""

@@ -31,6 +31,9 @@ _PORTION_WITH_CHOICES = 16
 _LONG_COLUMNS = ("response", "response_token_ids", "response_log_probs", "learner_log_probs")
 """Columns whose values hardly repeat: dictionaries of them took most of the time of writing a file."""
 
+_SPLIT_COLUMNS = _LONG_COLUMNS[1:]
+"""Columns stored byte by byte (BYTE_STREAM_SPLIT): smaller, and several times faster to compress."""
+
 
 class TrajectoryFile:
     """One step's scored samples, one row each, as parquet.
@@ -68,7 +71,12 @@ class TrajectoryFile:
         import pyarrow.parquet
 
         def store(rows: list[dict[str, Any]]) -> None:
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            try:
+                table = pyarrow.Table.from_pylist(rows, schema=schema)
+            except pyarrow.ArrowInvalid:  # a text that is not UTF-8
+                rows = [row | {"response": row["response"].decode(errors="replace")} for row in rows]
+                table = pyarrow.Table.from_pylist(rows, schema=schema)
+            writer.write_table(table)
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
         columns = _columns(self._with_tokens)
@@ -79,11 +87,13 @@ class TrajectoryFile:
         size = _PORTION_WITH_CHOICES if self._with_choices else _PORTION
         partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(columns)
         short = [_leaf(column) for column in schema if column.name not in _LONG_COLUMNS]
+        split = {_leaf(column): "BYTE_STREAM_SPLIT" for column in schema if column.name in _SPLIT_COLUMNS}
         options: dict[str, Any] = {"use_dictionary": short, "write_statistics": short}
+        options["column_encoding"] = split
         with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema, **options) as writer:
             for start in range(0, len(samples), size):
                 portion = samples[start : start + size]
-                texts = await mailboxes.texts(portion)
+                texts = await mailboxes.text_blobs(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
                 if self._with_tokens:
                     arrays = await mailboxes.trajectories(portion), await mailboxes.learner_log_probs(portion)
@@ -96,7 +106,7 @@ class TrajectoryFile:
         partial.replace(self._path)
         return await in_thread(file_digest, self._path)
 
-    def _row(self, header: ScoredHeader, text: str) -> dict[str, Any]:
+    def _row(self, header: ScoredHeader, text: bytes) -> dict[str, Any]:
         context = self._prompts[header.trajectory_id.prompt_id].context
         return {
             "step": self._step,
@@ -143,14 +153,14 @@ def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:
 def _arrays(trajectory: Trajectory | None, learner_log_probs: Float32Array | None) -> dict[str, Any]:
     if trajectory is None:
         return {}
-    choices = trajectory.expert_choices
+    choices, mask = trajectory.expert_choices, trajectory.response_mask
     return {
         **({} if choices is None else {"expert_choices": json.dumps(choices.to_plain())}),
         "prompt_token_ids": trajectory.prompt_token_ids,
         "response_token_ids": trajectory.response_token_ids,
         "response_log_probs": trajectory.response_log_probs,
         "learner_log_probs": learner_log_probs,
-        "response_mask": trajectory.response_mask,
+        "response_mask": None if mask.all() else mask,
         "segment_starts": trajectory.segment_starts,
         "seed": trajectory.seed,
         "sampling": json.dumps(asdict(trajectory.sampling)),

@@ -236,11 +236,16 @@ def _contribution(value: float, shape: Shape) -> float:
 
 
 def _rows_of(batch: Any) -> Iterator[tuple[dict[str, Any], Arrays]]:
-    """Yields the rows of a portion: single values, and those arrays that are not null, by column."""
+    """Yields the rows of a portion: single values, and those arrays that are not null, by column.
+
+    A mask that is null has a 1 for each response token.
+    """
     columns = {n: batch.column(n).to_pylist() for n in batch.schema.names if n not in _ARRAYS}
     arrays = {n: list(_arrays(batch.column(n))) for n in batch.schema.names if n in _ARRAYS}
     for place in range(batch.num_rows):
         own = {name: array for name, of in arrays.items() if (array := of[place]) is not None}
+        if "response_mask" in arrays and "response_token_ids" in own:
+            own.setdefault("response_mask", np.ones(len(own["response_token_ids"]), np.uint8))
         yield {name: values[place] for name, values in columns.items()}, own
 
 
