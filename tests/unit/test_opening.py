@@ -13,8 +13,8 @@ import pytest
 from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.events import EventHub
 from paceline.controller.run.records.opening import open_run
-from paceline.controller.verify.digests import file_digest
 from paceline.core.clock import SystemClock
+from paceline.core.digest import file_digest
 from paceline.core.errors import ConfigError
 from paceline.core.run_record.run_events import NoticeEvent
 from paceline.core.samples.trajectory import RewardContext
@@ -104,7 +104,7 @@ def test_the_term_names_the_code_of_the_user_and_a_change_of_it_is_said(tmp_path
 
     assert notices(reference) == []
     first = journaled()["trainer.dataflow"]
-    assert first == [reference, file_digest(own)]
+    assert first == [reference, file_digest(own, like="")]
     assert notices(reference) == []
     own.write_text("async def flow(step): await step.publish()\n")
     said = f"trainer.dataflow={reference}: its file was another when this run was last started"

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -26,7 +27,12 @@ from paceline.core.samples.trajectory import GroupRefusal, ScoredHeader
 from paceline.core.scoring import ScoreItem
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scoring.scores import Score, failed
-from paceline.wire import blob_digest, decode_scored
+from paceline.wire import (
+    blob_digest,
+    decode_scored,
+    decode_trajectory_header,
+    encode_trajectory_header,
+)
 from support.memory_broker import MemoryBroker, MemoryStore
 from support.trajectories import POLICY, finished_sample
 
@@ -186,6 +192,18 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
     assert bench.scorer.steps == [(RUN, 4)]
     assert bench.consumer.num_in_flight == 0
     assert await bench.pending() == 0
+
+
+@pytest.mark.parametrize(("of", "is_scored"), [(5, True), (6, False)])
+async def test_a_digest_without_a_name_is_checked_as_blake2b(bench: Bench, of: int, is_scored: bool) -> None:
+    samples = {number: finished_sample(RUN, number, tokens("abc")) for number in (5, 6)}
+    (blob,) = samples[of].blobs.values()  # type: ignore[union-attr]
+    header = replace(decode_trajectory_header(samples[5].payload), blob_digest=blob_digest(blob, like=""))
+    await bench.broker.append([replace(samples[5], payload=encode_trajectory_header(header))])
+    async with bench.working():
+        (scored,) = await bench.headers(1)
+    assert (scored.reward == 3.0) is is_scored
+    assert (scored.reward_error is None) is is_scored
 
 
 async def test_what_cannot_be_read_is_told_and_takes_nothing_along(bench: Bench) -> None:

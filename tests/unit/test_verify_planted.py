@@ -23,10 +23,11 @@ from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.run.records import trajectories
 from paceline.controller.verify.check import verify
-from paceline.controller.verify.digests import digest_of, file_digest
+from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.files.trajectory_files import FileCheck
 from paceline.controller.verify.findings import NEVER
 from paceline.controller.verify.rows import trajectory_row as rows_of
+from paceline.core.digest import file_digest
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
@@ -215,7 +216,7 @@ def swap_groups(rows: list[Row]) -> None:
 
 
 def twice(rows: list[Row]) -> None:
-    for field in ("response_token_ids", "response_log_probs", "response_mask"):
+    for field in ("response_token_ids", "response_log_probs"):
         rows[1][field] = rows[1][field] * 2
     for field in ("num_response_tokens", "num_sampled_tokens"):
         rows[1][field] *= 2
@@ -778,6 +779,15 @@ def test_one_long_draw_cannot_have_two_ids(
     assert check.run(tmp_path / "step.parquet", rows) == check.num_recomputed == 2
     told = "has the same 40 tokens for train:1:3:0 and train:1:3:1, which are drawn with a log-probability"
     assert check.faults == ([f"{told} of -80: one draw has two ids"] if is_told else [])
+
+
+def test_a_file_of_an_earlier_build_is_compared_by_its_kind_of_digest(recorded: Path, tmp_path: Path) -> None:
+    def plant(record: Record) -> None:
+        saved = record.of("saved", 2)
+        saved["digest"] = file_digest(record.folder / "trajectories" / saved["file"], like="")
+        assert ":" not in saved["digest"]
+
+    assert planted(recorded, tmp_path, plant) == []
 
 
 @pytest.mark.parametrize("fault", UNSEEN)

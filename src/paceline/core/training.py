@@ -19,7 +19,7 @@ class BatchRow:
     """One trajectory of the batch: where its arrays are, how long it is, and its score.
 
     Attributes:
-        blob_digest: digest of the blob's bytes, as 32 hexadecimal digits.
+        blob_digest: digest of the blob's bytes (`paceline.core.digest`).
         reward: sum of the weighted reward components.
         num_sampled_tokens: response tokens that the policy sampled; the others are its environment's.
         greedy_score: reward of the greedy answer to the same prompt; None if none was sampled.

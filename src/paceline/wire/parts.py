@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from paceline.core.digest import DIGEST
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import TrajectoryId, check_purpose
 from paceline.core.policy import PolicyRange, PolicyTag, range_fault
@@ -16,7 +17,6 @@ from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.wire.fields import LIMITS, Fields, plain_problem
 from paceline.wire.records import values_of
 
-BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _IMAGE_HASH = re.compile(r"[0-9a-f]{64}")
 _Choice = TypeVar("_Choice", bound=enum.Enum)
@@ -144,8 +144,11 @@ def read_context(fields: Fields) -> RewardContext:
 def read_blob_digest(fields: Fields, name: str = "blob_digest") -> str:
     """Reads the digest of a blob as text."""
     digest = fields.name(name)
-    if not BLOB_DIGEST.fullmatch(digest):
-        fields.reject("out_of_range", f"{name} {digest[:40]!r}, wanted 32 lower-case hexadecimal digits")
+    if not DIGEST.fullmatch(digest):
+        fields.reject(
+            "out_of_range",
+            f"{name} {digest[:40]!r}, wanted sha-256-128: and 32 lower-case hexadecimal digits",
+        )
     return digest
 
 

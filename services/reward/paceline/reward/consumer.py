@@ -311,7 +311,7 @@ class Consumer:
             message = f"the blob {header.blob_key} is gone: its step is over, or the broker lost it"
             return failed(trajectory_id, RewardErrorKind.LOST, message)
         try:
-            if blob_digest(blob) != header.blob_digest:
+            if blob_digest(blob, like=header.blob_digest) != header.blob_digest:
                 raise InvalidMessageError("its digest is not the header's", reason="wrong_digest")
             trajectory = decode_trajectory(blob)
             texts = self._texts_of(trajectory, is_episode=header.episode is not None)

@@ -318,7 +318,7 @@ class BatchRow(_message.Message):
     greedy_score: _builtins.float
     """score of the greedy answer to the same prompt, as a baseline"""
     blob_digest: _builtins.str
-    """hexadecimal, of the blob's bytes"""
+    """of the blob's bytes: sha-256-128: and 32 hexadecimal digits"""
     num_sampled_tokens: _builtins.int
     """number of response tokens sampled by the policy"""
     num_patches: _builtins.int
@@ -326,7 +326,7 @@ class BatchRow(_message.Message):
     num_greedy_tokens: _builtins.int
     """tokens of the greedy answer sampled by the policy; 0 without one"""
     teacher_digest: _builtins.str
-    """hexadecimal, of the blob with the served teacher's tokens; "" without"""
+    """likewise, of the blob with the served teacher's tokens; "" without"""
     @_builtins.property
     def token_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenReward]:
         """parts of `reward` on tokens before the last"""

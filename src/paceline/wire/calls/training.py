@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from paceline.core.digest import DIGEST
 from paceline.core.errors import InvalidMessageError
 from paceline.core.guard import RULES, Adjustments, Reading
 from paceline.core.ids import TrajectoryId
@@ -12,7 +13,6 @@ from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.fields import reject
-from paceline.wire.parts import BLOB_DIGEST
 from paceline.wire.records import from_proto, to_proto
 
 
@@ -119,7 +119,7 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     digests = {"blob_digest": message.blob_digest, "teacher_digest": message.teacher_digest}
     for name, digest in digests.items():
         is_left_out = name == "teacher_digest" and not digest
-        if not is_left_out and not BLOB_DIGEST.fullmatch(digest):
+        if not is_left_out and not DIGEST.fullmatch(digest):
             reject("BatchRow", "out_of_range", f"{trajectory_id} has the {name} {digest[:40]!r}")
     if not math.isfinite(message.reward):
         reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")

@@ -6,7 +6,6 @@ reason, and never runs code that the bytes choose.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from paceline.core.digest import SHA_256_128, content_digest
 from paceline.core.errors import InvalidMessageError
 from paceline.core.samples.expert_choices import ExpertChoices, choices_digest
 from paceline.core.samples.trajectory import FinishReason, Float32Array, PromptGroup, Trajectory
-from paceline.core.training import DIGEST_BYTES
 from paceline.wire import parts
 from paceline.wire.fields import LIMITS, Fields, pack, pack_array, unpack
 from paceline.wire.records import values_of
@@ -209,12 +208,12 @@ def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
     return log_probs
 
 
-def blob_digest(blob: bytes) -> str:
-    """Returns an encoded trajectory's digest, which headers carry: blake2b, 16 bytes, hexadecimal.
+def blob_digest(blob: bytes, *, like: str = SHA_256_128) -> str:
+    """Returns an encoded trajectory's digest, which headers carry; of the kind of the digest `like`.
 
     It is that of the message, which has a digest of what follows it (`decode_trajectory` compares).
     """
-    return hashlib.blake2b(memoryview(blob)[: _message_bytes(blob)], digest_size=DIGEST_BYTES).hexdigest()
+    return content_digest(memoryview(blob)[: _message_bytes(blob)], like=like)
 
 
 def check_log_probs(fields: Fields, log_probs: Any) -> None:

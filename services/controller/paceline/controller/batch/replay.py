@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from paceline.broker import names
 from paceline.controller.progress import Run
 from paceline.controller.standing import SavedFile
-from paceline.controller.verify.digests import file_digest
 from paceline.controller.verify.files.trajectory_files import read_rows, trajectory_of
+from paceline.core.digest import file_digest
 from paceline.core.errors import CheckpointError
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag, token_ages
@@ -99,7 +99,8 @@ class ReplayBuffer:
         for trajectory, reward in sorted(drawn_rows, key=lambda pair: pair[0].trajectory_id.place):
             key = names.blob(self._run.id, str(trajectory.trajectory_id), "replay", "0")
             blobs[key] = blob = encode_trajectory(trajectory)
-            rows.append(_row(trajectory, key, blob_digest(blob), reward))
+            written = self._steps[trajectory.trajectory_id.step].file.digest
+            rows.append(_row(trajectory, key, blob_digest(blob, like=written), reward))
             parts += trajectory.ranges or [
                 PolicyRange(trajectory.policy, 0, len(trajectory.response_token_ids))
             ]
@@ -116,7 +117,8 @@ class ReplayBuffer:
         """Returns the file of a step's trajectories; raises CheckpointError if it was changed."""
         path = self._run.dir / "trajectories" / f"step_{step:06d}.parquet"
         try:
-            is_written = file_digest(path) == self._journal.standing.saved[step].digest
+            recorded = self._journal.standing.saved[step].digest
+            is_written = file_digest(path, like=recorded) == recorded
             fault = "" if is_written else "was changed after it was written"
         except OSError as error:
             fault = f"cannot be read ({error})"

@@ -121,7 +121,7 @@ def _read_teacher(
             f"trajectory {row.trajectory_id} was scored without a teacher, whose tokens the loss reads"
         )
     blob = taught[row.teacher_digest]
-    if (digest := blob_digest(blob)) != row.teacher_digest:
+    if (digest := blob_digest(blob, like=row.teacher_digest)) != row.teacher_digest:
         raise LostDataError(
             f"the teacher's tokens for trajectory {row.trajectory_id} have the digest {digest}, not the "
             f"header's {row.teacher_digest}"
@@ -190,7 +190,7 @@ def _add_images(
 
 def _check_blob(blob: bytes, row: BatchRow) -> None:
     """Checks the digest: a server may have sampled again and replaced the blob after it was scored."""
-    digest = blob_digest(blob)
+    digest = blob_digest(blob, like=row.blob_digest)
     if digest != row.blob_digest:
         raise LostDataError(
             f"blob {row.blob_key} of trajectory {row.trajectory_id} holds another sample than the one that "

@@ -13,9 +13,9 @@ from paceline.controller.batch.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.run.records import checkpoints
 from paceline.controller.standing import Standing
-from paceline.controller.verify.digests import file_digest
 from paceline.controller.verify.journal.term import Term
 from paceline.core.clock import Clock
+from paceline.core.digest import file_digest
 from paceline.core.errors import ConfigError
 from paceline.core.ids import run_id_for
 from paceline.core.user_functions.user_function import source_file
@@ -76,11 +76,13 @@ def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs)
 
 
 def _own_code(config: RunConfig) -> dict[str, list[str]]:
-    """Returns reference and file digest of the user's own code, by key; "" if the file is not on this
-    host."""
+    """Returns reference and file digest of the user's own code, by key; "" if the file is not on this host.
+
+    The digests are BLAKE2b, as in the terms before, with which they are compared.
+    """
     files = {key: source_file(reference) for key, reference in config.own_code.items()}
     return {
-        key: [reference, "" if (file := files[key]) is None else file_digest(file)]
+        key: [reference, "" if (file := files[key]) is None else file_digest(file, like="")]
         for key, reference in config.own_code.items()
     }
 

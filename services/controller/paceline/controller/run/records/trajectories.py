@@ -13,8 +13,8 @@ from typing import Any
 from paceline.controller.batch.collected_batch import Batch
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.progress import Run
-from paceline.controller.verify.digests import file_digest
 from paceline.controller.verify.files.trajectory_files import ranges_text
+from paceline.core.digest import file_digest
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.trajectory import Float32Array, ScoredHeader, Trajectory

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.controller.verify.digests import digest_of, file_digest
+from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.files.metrics_lines import MetricsLines
 from paceline.controller.verify.files.trajectory_files import FileCheck
 from paceline.controller.verify.findings import Findings, JournalEntry
@@ -17,6 +17,7 @@ from paceline.controller.verify.journal.steps.step import StepHistory
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
+from paceline.core.digest import file_digest
 from paceline.core.policy import PolicyRange, PolicyTag, token_ages
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 
@@ -96,7 +97,7 @@ class StepFiles:
         if saved is None and term.is_recorded:
             findings.i3(f"{name} of a finished step was not written, according to the journal", shown)
         try:
-            is_written = saved is None or file_digest(path) == saved["digest"]
+            is_written = saved is None or file_digest(path, like=saved["digest"]) == saved["digest"]
             num_rows = check.run(path, rows)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             findings.i3(f"{name} of a finished step cannot be read: {error}", shown)
