@@ -63,6 +63,7 @@ class TestStarting:
             assert settings["bind"] == "127.0.0.1"
             assert settings["appendonly"] == "yes"
             assert settings["appendfsync"] == "no"
+            assert settings["rdbcompression"] == "no"
             assert settings["maxmemory-policy"] == "noeviction"
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             assert 0 < int(settings["maxmemory"]) <= machine // 4

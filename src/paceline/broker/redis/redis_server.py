@@ -295,6 +295,8 @@ class RedisServer:
             f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
             "stream-node-max-entries 100",
+            # Arrays of tokens hardly shrink, and compressing them takes long whenever the file is rewritten.
+            "rdbcompression no",
         ]
         self._config_path.unlink(missing_ok=True)
         handle = os.open(self._config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
