@@ -7,11 +7,16 @@ MAX_MESSAGE_CHARS = 500
 
 def encodable(text: str) -> str:
     """Returns the text with lone surrogates escaped; no encoding has a form for them."""
+    return encoded(text)[0]
+
+
+def encoded(text: str) -> tuple[str, bytes]:
+    """Returns the text with lone surrogates escaped, and the same in UTF-8."""
     try:
-        text.encode()
+        return text, text.encode()
     except UnicodeEncodeError:
-        return text.encode(errors="backslashreplace").decode()
-    return text
+        escaped = text.encode(errors="backslashreplace")
+        return escaped.decode(), escaped
 
 
 def printable(text: str) -> str:

@@ -32,7 +32,7 @@ from paceline.core.samples.trajectory import (
     sampled_spans,
 )
 from paceline.core.scoring import ScoreItem
-from paceline.core.text import encodable
+from paceline.core.text import encodable, encoded
 from paceline.data.prompts import Decoder, TokenIds
 from paceline.reward.placing import TokenRewards, token_rewards
 from paceline.reward.scoring.scorer import Scorer
@@ -88,7 +88,7 @@ class ConsumerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Texts:
-    """The scored text (the policy's last answer), and the text kept for people.
+    """The scored text (the policy's last answer), and the text kept for people, in UTF-8.
 
     In the record of an episode, text that the policy did not write stands in the brackets U+27E6 and U+27E7.
     `token_ids` are those of the scored text; the first of them is the response's token `first`. `trajectory`
@@ -96,7 +96,7 @@ class _Texts:
     """
 
     response: str
-    record: str
+    record: bytes
     token_ids: TokenIds = ()
     first: int = 0
     trajectory: Trajectory | None = None
@@ -285,7 +285,7 @@ class Consumer:
         header, text, score, teacher = sample
         blobs: dict[str, bytes] = {}
         if self._options.save_texts and isinstance(text, _Texts):
-            blobs[names.text(header.blob_key)] = text.record.encode()
+            blobs[names.text(header.blob_key)] = text.record
         text_key, teacher_digest = next(iter(blobs), ""), ""
         if teacher is not None:
             teacher_digest = blob_digest(teacher)
@@ -326,8 +326,8 @@ class Consumer:
         """Decodes the sampled tokens; for an episode, also the environment's answers, for people."""
         token_ids = trajectory.response_token_ids
         if not is_episode:
-            text = encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-            return _Texts(response=text, record=text, token_ids=token_ids)
+            text, record = encoded(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            return _Texts(response=text, record=record, token_ids=token_ids)
         spans = sampled_spans(trajectory.response_mask)
         first, stop = spans[-1] if spans else (0, 0)
         scored, begin = token_ids[first:stop], first
@@ -338,7 +338,7 @@ class Consumer:
             if first < stop:
                 text = self._tokenizer.decode(token_ids[first:stop], skip_special_tokens=False)
                 pieces.append(text if number % 2 else f"\u27e6{text}\u27e7")
-        record = encodable("".join(pieces))
+        _, record = encoded("".join(pieces))
         return _Texts(response=response, record=record, token_ids=scored, first=begin)
 
     async def _score_texts(
