@@ -177,7 +177,6 @@ async def test_a_name_of_another_kind_is_refused_with_the_servers_words(
 async def test_an_answer_that_is_refused_stores_nothing(
     server: RedisServer, wrong: str, closing: Closing
 ) -> None:
-    """Only its blob, which no message names."""
     broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
@@ -189,6 +188,7 @@ async def test_an_answer_that_is_refused_stores_nothing(
     with pytest.raises(BrokerError, match="WRONGTYPE not-a-stream is a string, not a stream"):
         await broker.append(answers, ack=Ack(stream=ack_stream, group=G, entry_ids=[entry.entry_id]))
     assert await broker.length("answers") == 0
+    assert await broker.get_blobs(["b"]) == [None]
     assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
 
 

@@ -53,11 +53,11 @@ class RedisStreamsBroker:
         return ids
 
     async def _append_batch(self, messages: Sequence[Outgoing], ack: Ack | None) -> list[str]:
-        await self.put_blobs(
-            {key: blob for message in messages for key, blob in (message.blobs or {}).items()}
-        )
-        keys = [message.stream for message in messages]
-        arguments: list[Any] = [len(messages)]
+        blobs = [item for message in messages if message.blobs for item in message.blobs.items()]
+        keys = [key for key, _ in blobs]
+        keys += [message.stream for message in messages]
+        arguments: list[Any] = [len(blobs), len(messages)]
+        arguments += [value for _, value in blobs]
         for message in messages:
             arguments += (message.payload, message.traceparent)
         if ack is not None:
