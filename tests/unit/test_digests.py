@@ -19,7 +19,7 @@ from paceline.core.digest import DIGEST, content_digest, file_digest
 from paceline.core.errors import LostDataError
 from paceline.learner.batch.blobs import fetch_rows
 from paceline.wire import blob_digest, decode_trajectory
-from tests.support.learner_fakes import POLICY, DictBlobs, make_batch
+from support.learner_fakes import POLICY, DictBlobs, make_batch
 
 SHA_256 = "sha-256-128:ba7816bf8f01cfea414140de5dae2223"
 BLAKE2B = "cf4ab791c62b8d2b2109c90275287816"
