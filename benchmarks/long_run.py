@@ -91,9 +91,9 @@ class Stored:
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
         self._by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
 
-    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
+    async def text_blobs(self, headers: Sequence[ScoredHeader]) -> list[bytes]:
         """Returns ids as texts."""
-        return [str(header.trajectory_id) for header in headers]
+        return [str(header.trajectory_id).encode() for header in headers]
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory]:
         """Returns the samples' trajectories."""
