@@ -4,10 +4,9 @@
     python examples/smollm2/learn.py                           # tasks.yaml, three seeds one after the other
     python examples/smollm2/learn.py --config examples/smollm2/gsm8k.yaml
 
-Makes the model, the tasks, and the starting model of a NAME_sft.yaml beside the configuration if they are
-missing. An evaluation is `paceline eval` on all held-out prompts,
-with eight answers each at temperature 1; brackets show a 95% interval over the prompts. Complete results in
---out are kept.
+Makes the model and the tasks if they are missing, and the starting model if NAME_sft.yaml stands beside the
+configuration NAME.yaml. An evaluation is `paceline eval` on all held-out prompts, with eight answers each at
+temperature 1; brackets show a 95% interval over the prompts. Complete results in --out are kept.
 """
 
 from __future__ import annotations

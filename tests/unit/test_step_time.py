@@ -14,6 +14,13 @@ from paceline.models.model_shape import ModelShape
 from paceline.sizing.step_time import StepTime, _Batch
 from support.timed_steps import BOUNDED, KEPT, SHAPES, TIMED, Timed
 
+MIXTURE = SHAPES["3B"] | {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+
 
 @pytest.mark.parametrize("name", TIMED)
 def test_timed_steps_are_estimated_to_a_fifth(name: str) -> None:
@@ -186,11 +193,7 @@ def test_a_small_model_that_runs_apart_waits_less_for_its_host() -> None:
 
 
 def test_experts_that_no_token_meets_cost_no_arithmetic() -> None:
-    tree = SHAPES["3B"] | {
-        "model_type": "qwen3_moe",
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
+    tree = MIXTURE | {
         "num_attention_heads": 32,
         "head_dim": 128,
         "num_key_value_heads": 4,
@@ -209,13 +212,7 @@ def test_experts_that_no_token_meets_cost_no_arithmetic() -> None:
 
 def test_few_sequences_read_few_experts() -> None:
     """One alone reads 8 of 128 experts a step; 128 at once nearly all."""
-    tree = SHAPES["3B"] | {
-        "model_type": "qwen3_moe",
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    }
-    shape = ModelShape.of(tree)
+    shape = ModelShape.of(MIXTURE)
     assert shape is not None
     tree = TIMED["3B"].config.model_dump(mode="json", exclude_unset=True)
     tree["data"]["train_batch_size"] = tree["actor"]["ppo_mini_batch_size"] = 2
@@ -229,13 +226,7 @@ def test_few_sequences_read_few_experts() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_divided_experts_move_what_uncompiled_ones_do(compiled: bool) -> None:
-    tree = SHAPES["3B"] | {
-        "model_type": "qwen3_moe",
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    }
-    shape = ModelShape.of(tree)
+    shape = ModelShape.of(MIXTURE)
     assert shape is not None
     settings = TIMED["3B"].config.model_dump(mode="json", exclude_unset=True)
     settings["actor"]["compile"] = compiled

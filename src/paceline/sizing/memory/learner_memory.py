@@ -362,8 +362,8 @@ class LearnerMemory:
     def _compiled_layer(self) -> int:
         """Bytes that a compiled layer keeps.
 
-        The compiler has no part in divided experts, and does not see divided matrices and what is between
-        them as a whole, so it is not expected to drop anything there.
+        Divided experts are not compiled. With divided matrices, the compiler gets only the short pieces
+        between them, and is not expected to drop anything.
         """
         if self.tensor > 1:
             return self._layer
