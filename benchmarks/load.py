@@ -1,13 +1,14 @@
 """Measures the load on controller, reward service and Redis; only engines and learner are simulated.
 
     python benchmarks/load.py [--servers 10 50 200] [--trajectories 1000 10000 100000] [--tokens 16]
-        [--stores 0 1]
+        [--stores 0 1] [--staleness 1]
 
 Makes a run of a few steps per size: real controller, reward service with a trivial function, Redis, and
-rollout servers (apps, samplers, mailboxes; in a few processes) with engines that answer at once. The learner
-reads each `TrainOrder`, fetches its trajectories, checks their digests and answers. The rest of a step is the
-cost of services and broker. With --kill-store, a blob store is killed in the middle of step 2, and started
-again without its data, as the launcher does.
+rollout servers (apps, samplers, mailboxes; in a few processes) with engines that answer at once, with words.
+The learner reads each `TrainOrder`, fetches its trajectories, checks their digests and answers. The rest of a
+step is the cost of services and broker. With --staleness, the servers draw samples of the next steps
+meanwhile. With --kill-store, a blob store is killed in the middle of step 2, and started again without its
+data, as the launcher does.
 
 Prints medians of the steps after the first: seconds from dispatch to commit, CPU seconds of controller,
 reward service and Redis, peak memory of Redis, and bytes of the journal. Also prints the seconds from the
@@ -152,7 +153,7 @@ def _cpu_s(process: psutil.Process) -> float:
     return total
 
 
-def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: bool) -> RunConfig:
+def make_config(size: Size, inputs: Path, run_dir: Path, args: argparse.Namespace) -> RunConfig:
     """Returns the configuration of a run of this size."""
     length = PROMPT_TOKENS + size.tokens
     return parse(
@@ -170,11 +171,12 @@ def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: 
             "rollout": {"n": size.samples, "replicas": size.servers},
             "reward": {"functions": [{"name": f"{HERE / 'load_rewards.py'}:length"}]},
             "trainer": {
-                "total_steps": num_steps,
+                "total_steps": args.steps,
                 "run_dir": str(run_dir),
-                "save_trajectories": texts,
+                "save_trajectories": not args.no_texts,
                 "val_before_train": False,
             },
+            "barrier": {"mode": "bounded", "max_staleness": args.staleness} if args.staleness else {},
             "guard": {"enabled": False},
             "service": {"startup_timeout_s": 600.0},
             "learner": {"device": "cpu"},
@@ -196,7 +198,7 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
     inputs = prepare(folder / "inputs", size.prompts)
     run_dir = folder / "run"
     (run_dir / "logs").mkdir(parents=True)
-    config = make_config(size, inputs, run_dir, args.steps, not args.no_texts)
+    config = make_config(size, inputs, run_dir, args)
     resolved = run_dir / "config.resolved.yaml"
     resolved.write_text(dump_yaml(config))
     with ExitStack() as stack:
@@ -352,6 +354,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first warms up")
     parser.add_argument("--processes", type=int, default=4, help="processes that the rollout servers share")
+    parser.add_argument("--staleness", type=int, default=0, help="barrier.max_staleness; 0: strict")
     parser.add_argument("--train-s", type=float, default=0.0, help="how long the learner takes to answer")
     parser.add_argument("--no-texts", action="store_true", help="trainer.save_trajectories: false")
     parser.add_argument("--verify", action="store_true", help="check each run with `paceline verify`")

@@ -4,7 +4,7 @@ python benchmarks/load_members.py rollout --controller HOST:PORT --first 0 --cou
 python benchmarks/load_members.py learner --controller HOST:PORT
 
 A process holds any number of rollout servers, each with the service's app, sampler and mailboxes; the engine
-draws random tokens at once and pretends to receive weights.
+draws random words at once and pretends to receive weights.
 """
 
 from __future__ import annotations
@@ -69,10 +69,15 @@ def receipt(rank: str, version: int) -> PushReceipt:
 
 
 class PaperEngine(Engine):
-    """Draws random tokens, all at once."""
+    """Draws random words, all at once.
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    Args:
+        vocab_size: rows of the model's embedding.
+        words: ids of the tokens to draw.
+    """
+
+    def __init__(self, vocab_size: int, words: Sequence[int]) -> None:
+        self._vocab_size, self._words = vocab_size, np.array(words, dtype=np.int32)
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +116,7 @@ class PaperEngine(Engine):
         for request in requests:
             draw = np.random.default_rng(request.seed)
             count = request.sampling.max_tokens
-            token_ids = draw.integers(5, self._vocab_size, count, dtype=np.int32)
+            token_ids = self._words[draw.integers(0, len(self._words), count, dtype=np.int32)]
             samples.append(
                 Sample(
                     token_ids=token_ids,
@@ -229,9 +234,12 @@ async def serve_rollouts(context: ServiceContext, controller: str, first: int, c
 
 
 async def start_engine(config: RunConfig) -> Engine:
-    """Makes a server's engine, with the vocabulary of the model's configuration."""
-    model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    return PaperEngine(int(model["vocab_size"]))
+    """Makes a server's engine, which draws the tokens of several letters: text, as a model writes it."""
+    folder = Path(config.model.path)
+    model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    words = [number for text, number in tokens.items() if len(text) > 1 and text.isalpha()]
+    return PaperEngine(int(model["vocab_size"]), words)
 
 
 async def serve_learner(context: ServiceContext, controller: str) -> None:

@@ -173,22 +173,52 @@ async def test_a_name_of_another_kind_is_refused_with_the_servers_words(
         await broker.length("k")
 
 
+async def test_a_writer_that_is_cut_off_leaves_no_blob_without_its_message(
+    server: RedisServer, closing: Closing
+) -> None:
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Passes on the handshake and 2.5 of 3 MiB, and closes the connection."""
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", server.port)
+        answers = asyncio.create_task(_copy(from_server, writer, 2**20))
+        await _copy(reader, to_server, 5 * 2**19)
+        answers.cancel()
+        for end in (to_server, writer):
+            end.close()
+
+    blobs = {f"b{number}": b"x" * 2**20 for number in range(3)}
+    async with await asyncio.start_server(cut, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        url = server.url.replace(f":{server.port}/", f":{port}/")
+        broker = closing(open_broker(url, outage_timeout_s=1.0))
+        with pytest.raises(BrokerError, match="cannot be reached"):
+            await broker.append([Outgoing(stream="s", payload=b"", blobs=blobs)])
+    with redis.Redis.from_url(server.url) as admin:
+        assert int(admin.info("stats")["total_net_input_bytes"]) > 2 * 2**20
+        assert admin.dbsize() == 0
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int) -> None:
+    while num_bytes and (data := await reader.read(min(num_bytes, 2**16))):
+        num_bytes -= len(data)
+        writer.write(data)
+        await writer.drain()
+
+
 @pytest.mark.parametrize("wrong", ["answers", "acknowledged"])
-async def test_an_answer_that_is_refused_stores_nothing(
+async def test_an_answer_that_is_refused_stores_no_message(
     server: RedisServer, wrong: str, closing: Closing
 ) -> None:
     broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
     (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
-    answers = [Outgoing(stream="answers", payload=b"", blobs={"b": b"v"})]
+    answers = messages("answers", ["0"])
     if wrong == "answers":
         answers += messages("not-a-stream", ["x"])
     ack_stream = "not-a-stream" if wrong == "acknowledged" else "s"
     with pytest.raises(BrokerError, match="WRONGTYPE not-a-stream is a string, not a stream"):
         await broker.append(answers, ack=Ack(stream=ack_stream, group=G, entry_ids=[entry.entry_id]))
     assert await broker.length("answers") == 0
-    assert await broker.get_blobs(["b"]) == [None]
     assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
 
 

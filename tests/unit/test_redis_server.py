@@ -64,6 +64,7 @@ class TestStarting:
             assert settings["appendonly"] == "yes"
             assert settings["appendfsync"] == "no"
             assert settings["rdbcompression"] == "no"
+            assert settings["auto-aof-rewrite-min-size"] == str(2**30)
             assert settings["maxmemory-policy"] == "noeviction"
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             assert 0 < int(settings["maxmemory"]) <= machine // 4

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-# KEYS: the blobs' keys, one stream per message, then the stream to acknowledge in, if any. ARGV: the numbers
-# of blobs and of messages, the blobs' values, payload and traceparent of each message, then the group and ids
-# to acknowledge. A script that fails stops and undoes nothing, so everything that can fail is checked first;
-# a full server refuses the first write or none. The acknowledgement is last: it needs no memory. It also
+# KEYS: one stream per message, then the stream to acknowledge in, if any. ARGV: the number of messages,
+# payload and traceparent of each message, then the group and ids to acknowledge. Blobs are not among the
+# arguments, because a script would copy each twice and hash all of its bytes: they are stored in the same
+# transaction. A script that fails stops and undoes nothing, so everything that can fail is checked first; a
+# full server refuses the first write or none. The acknowledgement is last: it needs no memory. It also
 # removes what SAVE_PROGRESS has saved.
 APPEND = """
-local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
-for i = blobs + 1, #KEYS do
+local messages = tonumber(ARGV[1])
+for i = 1, #KEYS do
   local kind = KEYS[i] == KEYS[i - 1] and 'stream' or redis.call('TYPE', KEYS[i]).ok
   if kind ~= 'stream' and kind ~= 'none' then
     return redis.error_reply('WRONGTYPE ' .. KEYS[i] .. ' is a ' .. kind .. ', not a stream')
   end
 end
-for i = 1, blobs do
-  redis.call('SET', KEYS[i], ARGV[2 + i])
-end
 local ids = {}
-local at = 3 + blobs
+local at = 2
 for i = 1, messages do
   local payload, trace = ARGV[at], ARGV[at + 1]
   if trace == '' then
-    ids[i] = redis.call('XADD', KEYS[blobs + i], '*', 'p', payload)
+    ids[i] = redis.call('XADD', KEYS[i], '*', 'p', payload)
   else
-    ids[i] = redis.call('XADD', KEYS[blobs + i], '*', 'p', payload, 't', trace)
+    ids[i] = redis.call('XADD', KEYS[i], '*', 'p', payload, 't', trace)
   end
   at = at + 2
 end

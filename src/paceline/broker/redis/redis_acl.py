@@ -9,6 +9,7 @@ import hashlib
 COMMANDS = (
     "auth", "hello", "ping", "select", "info",
     "set", "mget", "setrange", "getrange", "strlen", "exists", "unlink", "scan", "type", "eval", "evalsha",
+    "multi", "exec",
     "xack", "xadd", "xclaim", "xgroup", "xinfo", "xlen", "xpending", "xread", "xreadgroup", "xtrim",
 )  # fmt: skip
 

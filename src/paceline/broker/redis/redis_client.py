@@ -126,15 +126,41 @@ class RedisClient:
         return await self._repeat(words[0], block, self._timeout_s + block_s)
 
     async def run_script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[Any], *, limit_s: float | None = None
+        self,
+        source: str,
+        keys: Sequence[str],
+        arguments: Sequence[Any],
+        *,
+        before: Sequence[Sequence[Any]] = (),
+        limit_s: float | None = None,
     ) -> Any:
-        """Runs a script by its hash; sends its text to a server that does not know it."""
+        """Runs a script by its hash; sends its text to a server that does not know it.
+
+        Args:
+            before: commands that run immediately before the script. If the writer, the connection or the
+                server ends in between, none of them has been carried out.
+        """
         words = (len(keys), *keys, *arguments)
         name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         try:
-            return await self.run("EVALSHA", name, *words, limit_s=limit_s)
+            return await self._run_last(before, ("EVALSHA", name, *words), limit_s)
         except _ScriptUnknownError:
-            return await self.run("EVAL", source, *words, limit_s=limit_s)
+            return await self._run_last(before, ("EVAL", source, *words), limit_s)
+
+    async def _run_last(
+        self, before: Sequence[Sequence[Any]], words: Sequence[Any], limit_s: float | None
+    ) -> Any:
+        """Returns the reply to the last command, in a transaction with those before it."""
+        if not before:
+            return await self.run(*words, limit_s=limit_s)
+
+        async def act() -> Any:
+            pipeline = self._redis.pipeline(transaction=True)
+            for command in (*before, words):
+                pipeline.execute_command(*command)
+            return (await pipeline.execute())[-1]
+
+        return await self._repeat(words[0], act, self._timeout_s, limit_s=limit_s)
 
     async def close(self) -> None:
         """Closes the connections to the server."""

@@ -297,6 +297,9 @@ class RedisServer:
             "stream-node-max-entries 100",
             # Arrays of tokens hardly shrink, and compressing them takes long whenever the file is rewritten.
             "rdbcompression no",
+            # A step of long responses writes hundreds of MiB and deletes them again; with the default of
+            # 64mb, the file would be rewritten in almost every step.
+            "auto-aof-rewrite-min-size 1gb",
         ]
         self._config_path.unlink(missing_ok=True)
         handle = os.open(self._config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

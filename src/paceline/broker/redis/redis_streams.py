@@ -53,17 +53,17 @@ class RedisStreamsBroker:
         return ids
 
     async def _append_batch(self, messages: Sequence[Outgoing], ack: Ack | None) -> list[str]:
-        blobs = [item for message in messages if message.blobs for item in message.blobs.items()]
-        keys = [key for key, _ in blobs]
-        keys += [message.stream for message in messages]
-        arguments: list[Any] = [len(blobs), len(messages)]
-        arguments += [value for _, value in blobs]
+        blobs = [item for message in messages for item in (message.blobs or {}).items()]
+        keys = [message.stream for message in messages]
+        arguments: list[Any] = [len(messages)]
         for message in messages:
             arguments += (message.payload, message.traceparent)
         if ack is not None:
             keys.append(ack.stream)
             arguments += (ack.group, *ack.entry_ids)
-        entry_ids = await self._client.run_script(lua_scripts.APPEND, keys, arguments)
+        entry_ids = await self._client.run_script(
+            lua_scripts.APPEND, keys, arguments, before=[("SET", key, value) for key, value in blobs]
+        )
         return [entry_id.decode() for entry_id in entry_ids]
 
     async def read(
