@@ -40,8 +40,7 @@ class RunConfig(DerivedSettings):
         """Returns a copy with `actor.compile` chosen, if it is auto."""
         if self.actor.compile != "auto":
             return self
-        exchanges = self.learner.num_context_ranks > 1 or self.learner.num_expert_ranks > 1
-        return self.changed(actor={"compile": on_gpu and not exchanges})
+        return self.changed(actor={"compile": on_gpu})
 
     def with_context(self) -> RunConfig:
         """Returns a copy with `learner.context_parallel` and a token budget chosen, if they are open.

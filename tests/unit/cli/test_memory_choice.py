@@ -124,7 +124,7 @@ def divided(run: RunConfig, gib: int, tree: dict[str, Any] = DEEPSEEK) -> tuple[
     assert settled.learner.num_expert_ranks == choice.experts
     assert shape is not None
     if choice.fits and choice.experts > 1:
-        assert settled.with_compile(on_gpu=True).actor.compiles == (run.actor.compile is True)
+        assert settled.with_compile(on_gpu=True).actor.compiles
         gathered = settled.changed(learner={"expert_parallel": choice.experts // 2})
         if "expert_parallel" not in run.learner.model_fields_set:
             assert LearnerMemory.of(gathered, shape).most > 0.9 * gib * GIB

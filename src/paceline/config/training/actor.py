@@ -94,14 +94,13 @@ class ActorConfig(Section):
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. auto: on GPUs, if ranks share neither rows nor experts or "
-        "matrices; if the compiler fails at the start, the learner says so and goes on without it. true: if "
-        "the compiler fails, the run ends. Divided experts and matrices are not compiled themselves. "
-        "Compiling takes half a minute for a 7B model and runs while the engines start; the learner's log "
-        "says how long it took. Kernels are kept in TORCHINDUCTOR_CACHE_DIR, by default in the user's cache "
-        "(PACELINE_CACHE_DIR), so that a restarted learner can use them again. With compiled layers, old "
-        "log-probs are computed with an autograd graph, which is then dropped, as in the update: without a "
-        "graph, the compiler rounds differently.",
+        "elementwise operations are fused. auto: on GPUs; if the compiler fails at the start, the learner "
+        "says so and goes on without it. true: if the compiler fails, the run ends. Divided experts and "
+        "matrices are not compiled themselves. Compiling takes half a minute for a 7B model and runs while "
+        "the engines start; the learner's log says how long it took. Kernels are kept in "
+        "TORCHINDUCTOR_CACHE_DIR, by default in the user's cache (PACELINE_CACHE_DIR), so that a restarted "
+        "learner can use them again. With compiled layers, old log-probs are computed with an autograd "
+        "graph, which is then dropped, as in the update: without a graph, the compiler rounds differently.",
     )
     attention_kernel: AttentionKernel = Field(
         "auto",

@@ -244,10 +244,9 @@ class MemoryPlan:
     def _context(self, leanest: LearnerMemory, total: int) -> int:
         """Returns how many ranks must share a row to make it fit; 0 if that does not help."""
         world_size, now = self.config.learner.world_size, self.config.learner.num_context_ranks
-        row, compiled = now * leanest.num_tokens, self.config.actor.compile is True
+        row = now * leanest.num_tokens
         for size in range(now + 1, world_size + 1):
-            share = leanest.changed(num_tokens=-(-row // size), context=size, compiled=compiled)
-            fits = share.most <= total
+            fits = leanest.changed(num_tokens=-(-row // size), context=size).most <= total
             if fits and world_size % size == leanest.shape.num_heads % size == 0:
                 return size
         return 0
