@@ -12,7 +12,8 @@ configuration has only data, model, lengths, batch and reward. verl's side is it
 colocated with vLLM on all GPUs: FSDP2, padding removed, dynamic micro-batches of 24,576 tokens, gradient
 checkpointing, nothing offloaded, vLLM compiled. `--verl-set` changes verl's settings, and further arguments
 change Paceline's. For attention by flash-attn-4 instead of flash-attn:
-`--verl-set +actor_rollout_ref.model.override_config.attn_implementation=flash_attention_4`.
+`--verl-set +actor_rollout_ref.model.override_config.attn_implementation=flash_attention_4`; verl then loads
+verl_modules/verl_flash4.py, without which each backward call of flash-attn-4 would compile.
 
 Prints one row per run: the seconds from the command to the first step, the medians of the steps from the
 second on, and tokens/s per GPU, which count the prompts and responses of a step on both sides. The sides
@@ -320,7 +321,7 @@ def verl_run(args: argparse.Namespace, work: Path, number: int) -> Side:
         name="verl",
         command=[args.verl, "-m", "verl.trainer.main_ppo", *settings, *args.verl_set],
         cwd=folder,
-        environment=verl_side.environment_of(with_gpus(args, os.environ)),
+        environment=verl_side.environment_of(with_gpus(args, os.environ), args.verl_set),
         log=log,
         steps=lambda: verl_side.read_steps(log.read_text(errors="replace")),
         num_tokens=lambda line: (

@@ -46,13 +46,13 @@ def keep(
         return
     row: dict[str, Any] = {
         "what": what,
-        "number": float(f"{number:.4g}"),
+        "number": _rounded(number),
         "machine": machine(gpus),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": command(sys.argv),
     }
     if beside is not None:
-        row["beside"] = {"what": beside[0], "number": float(f"{beside[1]:.4g}")}
+        row["beside"] = {"what": beside[0], "number": _rounded(beside[1])}
     if ratio is not None:
         row["ratio"] = float(f"{ratio:.3g}")
     path = RESULTS / f"{section}.json"
@@ -60,6 +60,12 @@ def keep(
     places = [place for place, other in enumerate(page["rows"]) if other["what"] == what]
     page["rows"][slice(places[0], places[0] + 1) if places else slice(len(page["rows"]), None)] = [row]
     path.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _rounded(number: float) -> float:
+    """Returns four digits of a number; an int if it has no others."""
+    rounded = float(f"{number:.4g}")
+    return int(rounded) if rounded >= 1000 else rounded
 
 
 def machine(gpus: Sequence[str]) -> str:

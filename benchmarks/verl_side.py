@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import step
 from pyarrow import parquet
 
 VERSION = "0.9.1"
+MODULES = Path(__file__).resolve().parent / "verl_modules"
 MICRO_BATCH_TOKENS = 24576
 STEP_LINE = re.compile(r"\bstep:(\d+) - (\S.*)")
 NUMPY_NUMBER = re.compile(r"np\.\w+\((.*)\)")
@@ -164,7 +165,14 @@ def read_steps(text: str) -> Steps:
     return steps
 
 
-def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of verl's run, without the paths of Paceline's packages."""
+def environment_of(environment: Mapping[str, str], settings: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the environment of verl's run, without the paths of Paceline's packages.
+
+    Args:
+        settings: of its command line; with flash-attn-4, its processes load `verl_flash4`.
+    """
     theirs = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return theirs | {"HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
+    theirs |= {"HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
+    if any(setting.endswith("=flash_attention_4") for setting in settings):
+        theirs |= {"PYTHONPATH": str(MODULES), "VERL_USE_EXTERNAL_MODULES": "verl_flash4"}
+    return theirs

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -100,6 +101,25 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield importlib.import_module("against_verl")
     for name in names:
         sys.modules.pop(name, None)
+
+
+def test_verl_gives_flash_attn_4_the_longest_sequence_as_a_number(program: ModuleType) -> None:
+    """A tensor in the key of a compiled kernel is never found again."""
+    asked = ["+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_4"]
+    environment = program.verl_side.environment_of(os.environ, asked)
+    assert "VERL_USE_EXTERNAL_MODULES" not in program.verl_side.environment_of(os.environ, ["trainer.a=b"])
+    lines = [
+        f"import {environment['VERL_USE_EXTERNAL_MODULES']}, torch",
+        "import transformers.modeling_flash_attention_utils as flash",
+        "positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4]])",
+        "for _ in range(2):",
+        "    bounds, longest = flash.prepare_fa_kwargs_from_position_ids(positions)",
+        "    print([type(number).__name__ for number in longest], longest[0], bounds[0].tolist())",
+        "print(flash.prepare_fa_kwargs_from_position_ids(positions[:, :3])[1])",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.splitlines() == ["['int', 'int'] 5 [0, 3, 5, 10]"] * 2 + ["(3, 3)"]
 
 
 def arguments(program: ModuleType, *options: str) -> argparse.Namespace:
