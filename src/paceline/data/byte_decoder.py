@@ -19,22 +19,26 @@ class ByteDecoder:
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
-        self._bytes = np.frombuffer(b"".join(tokens), dtype=np.uint8)
+        import pyarrow
+
         # The last entry stands for all ids beyond the vocabulary: a model may have more than its tokenizer.
-        self._lengths = np.array([*map(len, tokens), 0], dtype=np.int64)
-        self._starts = np.cumsum(self._lengths) - self._lengths
-        self._ordinary = self._lengths.copy()
-        self._ordinary[list(special)] = 0
+        ordinary = [*tokens, b""]
+        for number in special:
+            ordinary[number] = b""
+        self._last = len(tokens)
+        self._tables = {
+            skips: pyarrow.array(table, type=pyarrow.binary())
+            for skips, table in ((False, [*tokens, b""]), (True, ordinary))
+        }
 
     def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """Returns the text of non-negative token ids; ids beyond the vocabulary have no text."""
-        numbers = np.minimum(np.asarray(token_ids, dtype=np.int64), len(self._lengths) - 1)
-        lengths = (self._ordinary if skip_special_tokens else self._lengths)[numbers]
-        ends = np.cumsum(lengths)
-        places = np.repeat(self._starts[numbers] - ends + lengths, lengths)
-        places += np.arange(len(places))
-        text: bytes = self._bytes[places].tobytes()
-        return text.decode("utf-8", errors="replace")
+        numbers = np.minimum(np.asarray(token_ids, dtype=np.int64), self._last)
+        # Arrow lays the bytes of the taken entries out one after the other.
+        taken: Any = self._tables[skip_special_tokens].take(numbers)
+        _, bounds, text = taken.buffers()
+        end = np.frombuffer(bounds, dtype=np.int32)[len(numbers)]
+        return str(memoryview(text)[:end], "utf-8", "replace")
 
 
 def fast_decoder(tokenizer: Tokenizer) -> Decoder:
