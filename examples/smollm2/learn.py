@@ -53,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         before = pool.submit(evaluated, args, "before", args.config)
         runs = list(pool.map(lambda seed: trained(args, seed), args.seeds))
         names = [f"seed {seed}" for seed in args.seeds]
+        results = {"before": before.result()}
         measured = pool.map(lambda name, run: evaluated(args, name.replace(" ", "-"), run), names, runs)
-        results = {"before": before.result()} | dict(zip(names, measured, strict=True))
+        results |= dict(zip(names, measured, strict=True))
     print(table(results))
     print(costs({name: metrics(run) for name, run in zip(names, runs, strict=True)}))
     return 0
@@ -93,6 +94,8 @@ def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, An
     out: Path = args.out / f"eval-{name}"
     if not (out / "evaluation.json").is_file():
         words = ["--out", str(out), "--n", str(args.n), "--temperature", "1"]
+        if name != "before":
+            words += ["--against", str(args.out / "eval-before")]
         own = [word for word in args.overrides if not word.startswith(OF_TRAINING)]
         command = [*PACELINE, "eval", str(target), *words, *own]
         run(f"evaluation {name}", command, args.out / f"eval-{name}.log")
@@ -125,10 +128,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         for title, path in ((f"avg@{most}", ("right",)), (f"pass@{most}", ("pass_at", most))):
             cells = [interval(results[name][held_out], path) for name in names]
             lines.append(f"| {held_out} | {title} | " + " | ".join(cells) + " |")
-        cells = [
-            f"{of['length']['value']:.0f}, {of['cut']['value']:.1%}"
-            for of in (results[name][held_out] for name in names)
-        ]
+        sets = [results[name][held_out] for name in names]
+        cells = [interval(of, ("gain",)) if "gain" in of else "" for of in sets]
+        lines.append(f"| {held_out} | gain in avg@{most} | " + " | ".join(cells) + " |")
+        cells = [f"{of['length']['value']:.0f}, {of['cut']['value']:.1%}" for of in sets]
         lines.append(f"| {held_out} | tokens, cut off | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from paceline.cli.commands.start.eval import table
-from paceline.core.samples.evaluation import EvaluatedAnswer, evaluate, final_answer, majority_at_k, pass_at_k
+from paceline.core.samples.evaluation import (
+    EvaluatedAnswer,
+    evaluate,
+    final_answer,
+    gain,
+    majority_at_k,
+    pass_at_k,
+)
 
 
 def answer(
@@ -72,6 +79,29 @@ def test_a_set_is_measured_prompt_by_prompt() -> None:
     assert "0.250 [0.000, 0.500]" in table({"sums": result})
     with pytest.raises(ValueError, match="no answer was scored"):
         evaluate([answer(1, None)], num_asked=1)
+
+
+def test_a_gain_is_counted_prompt_by_prompt() -> None:
+    """Every second prompt is easy. One answer in eight more is right, in each prompt alike."""
+    rights = [(1, 2) if prompt % 2 else (6, 7) for prompt in range(40)]
+    before, after = (
+        [answer(prompt, float(n < right[when])) for prompt, right in enumerate(rights) for n in range(8)]
+        for when in (0, 1)
+    )
+    grown = gain(before, after)
+    assert grown is not None
+    assert (grown.value, grown.low, grown.high) == pytest.approx((0.125, 0.125, 0.125))
+    shares = [evaluate(answers, num_asked=40).right for answers in (before, after)]
+    assert shares[0].high > shares[1].low
+    lost = gain(after, before)
+    assert lost is not None
+    assert lost.value == pytest.approx(-0.125)
+    # Only prompts that both answered count, and an answer without a score is none.
+    some = gain([answer(0, 0.5), answer(1, 0.0), answer(2, None)], [answer(0, 1.0), answer(2, 1.0)])
+    assert some is not None
+    assert some.value == 0.0
+    assert gain([answer(0, 0.5)], [answer(0, 1.0)], right_above=0.6).value == 1.0  # type: ignore[union-attr]
+    assert gain([answer(0, 1.0)], [answer(1, 1.0)]) is None
 
 
 def test_intervals_cover_the_mean_about_as_often_as_they_say() -> None:

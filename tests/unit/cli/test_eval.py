@@ -18,10 +18,11 @@ from paceline.config.run import RunConfig
 from paceline.sizing.placement import Settled
 
 ASKED: list[RunConfig] = []
+RIGHT, PROMPT = 1, "p"
 
 
 def answered(config: RunConfig, **_: Any) -> int:
-    """Writes two answers to each prompt, as a run does after it has validated: the first is right."""
+    """Writes the answers to each prompt, as a run does after it has validated: the first RIGHT are right."""
     ASKED.append(config)
     sets = config.held_out_sets
     files = [Path(file) for held_out in sets for file in held_out.files]
@@ -29,8 +30,9 @@ def answered(config: RunConfig, **_: Any) -> int:
     rows = [
         {
             "prompt_id": prompt,
+            "prompt": f"{PROMPT}{prompt}",
             "response": str(prompt),
-            "reward": float(sample == 0) if prompt != 1 else None,
+            "reward": float(sample < RIGHT) if prompt != 1 else None,
             "num_sampled_tokens": 3,
             "finish_reason": "length" if prompt == 0 else "stop",
         }
@@ -79,6 +81,29 @@ def test_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("hard", 2, 0.7),
     ]
     assert (config.model.path, config.data.max_response_length) == ("my/model", 20000)
+
+
+def test_the_gain_since_an_earlier_evaluation(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--data", "easy=easy.jsonl", "--reward", "gsm8k", "--n", "4", "--temperature", "1"]
+    assert main(["eval", "my/model", *words, "--out", "then"]) == 0
+    assert "gain" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.modules[__name__], "RIGHT", 3)
+    assert main(["eval", "my/model", *words, "--out", "now", "--against", "then"]) == 0
+    assert "+0.500 [+0.500, +0.500]" in capsys.readouterr().out
+    results = json.loads((folder / "now/evaluation.json").read_text())
+    assert {name: result["gain"]["value"] for name, result in results.items()} == {
+        "easy": 0.5,
+        "easy/a": 0.5,
+        "easy/b": 0.5,
+    }
+    assert main(["eval", "my/model", *words, "--out", "late", "--against", "nowhere"]) == 2
+    assert "nowhere is no folder of an evaluation" in capsys.readouterr().err
+    assert len(ASKED) == 2, "refused before anything is answered"
+    monkeypatch.setattr(sys.modules[__name__], "PROMPT", "q")
+    assert main(["eval", "my/model", *words, "--out", "others", "--against", "then"]) == 2
+    assert "answered other prompts" in capsys.readouterr().err
 
 
 def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

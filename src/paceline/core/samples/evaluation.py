@@ -155,6 +155,31 @@ def evaluate(
     )
 
 
+def gain(
+    before: Iterable[EvaluatedAnswer], after: Iterable[EvaluatedAnswer], *, right_above: float = 0.0
+) -> Estimate | None:
+    """Returns by how much the share of right answers has grown, prompt by prompt.
+
+    Both evaluations answered the same prompts, so how hard those are has no part in the interval. It is
+    narrower than those of the two shares, which may overlap although the gain is certain.
+
+    Returns None if no prompt has a scored answer in both.
+    """
+    shares = []
+    for answers in (before, after):
+        right: dict[int, list[bool]] = defaultdict(list)
+        for answer in answers:
+            if answer.reward is not None:
+                right[answer.prompt].append(answer.reward > right_above)
+        shares.append({prompt: _mean(of_prompt) for prompt, of_prompt in right.items()})
+    first, second = shares
+    grown = np.array([[second[prompt] - first[prompt] for prompt in sorted(first.keys() & second.keys())]])
+    if not grown.size:
+        return None
+    lows, highs = _intervals(grown)
+    return Estimate(value=float(grown.mean()), low=float(lows[0]), high=float(highs[0]))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
     rewards: list[float]

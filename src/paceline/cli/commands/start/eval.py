@@ -7,7 +7,8 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from paceline.core.samples.evaluation import (
     EvaluationResult,
     evaluate,
     final_answer,
+    gain,
 )
 from paceline.data.hub import local_files
 from paceline.data.rows import read_rows, value_at
@@ -38,6 +40,7 @@ from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 
 RESULTS = "evaluation.json"
+ANSWERS = Path("trajectories") / "val_000000.parquet"
 # Sections of a run's configuration that only training reads.
 _OF_TRAINING = ("algorithm", "actor", "critic", "guard", "barrier", "broker", "service", "trainer")
 
@@ -73,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or 0)",
     )
     parser.add_argument("--out", help="folder to write to (default: runs/evaluations/NAME)")
+    parser.add_argument(
+        "--against",
+        metavar="FOLDER",
+        help="an earlier evaluation of the same prompts (its --out): also print the gain since then",
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_offline(parser)
 
@@ -80,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluates; returns the exit code."""
     die_with_parent()
+    if args.against and not (Path(args.against) / ANSWERS).is_file():
+        raise ConfigError(f"--against {args.against} is no folder of an evaluation: it has no {ANSWERS}")
     sets = _sets(args.data)
     folder, step = _run_of(args.target)
     is_config = folder is None and args.target.endswith((".yaml", ".yml"))
@@ -105,10 +115,13 @@ def run(args: argparse.Namespace) -> int:
         code = train(settled.config, form=Form.PLAIN, remarks=[*settled.remarks, *notes(settled.config)])
     if code:
         return code
-    results = _results(settled.config, out)
-    plain = {name: result.as_json() for name, result in results.items()}
+    results, gains = _results(settled.config, out, Path(args.against) if args.against else None)
+    plain = {
+        name: result.as_json() | ({"gain": asdict(gains[name])} if name in gains else {})
+        for name, result in results.items()
+    }
     (out / RESULTS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(plain, indent=2) if args.json else table(results))
+    print(json.dumps(plain, indent=2) if args.json else table(results, gains))
     return 0
 
 
@@ -219,23 +232,46 @@ def _exported(folder: Path, step: str, out: Path) -> Path:
     return model
 
 
-def _results(config: RunConfig, out: Path) -> dict[str, EvaluationResult]:
-    """Measures each set, and each data source in it if there are several."""
-    answers = _answers(out / "trajectories" / "val_000000.parquet")
+def _results(
+    config: RunConfig, out: Path, against: Path | None = None
+) -> tuple[dict[str, EvaluationResult], dict[str, Estimate]]:
+    """Measures each set, and each data source in it if there are several; also returns gains by name.
+
+    Args:
+        against: the folder of an earlier evaluation.
+
+    Raises:
+        ConfigError: nothing was scored, or the earlier evaluation had other prompts.
+    """
+    answers, earlier = _answers(out / ANSWERS), []
+    if against is not None:
+        earlier = _answers(against / ANSWERS)
+        texts, texts_then = _prompts(out / ANSWERS), _prompts(against / ANSWERS)
+        if any(texts[prompt] != texts_then[prompt] for prompt in texts.keys() & texts_then.keys()):
+            raise ConfigError(
+                f"--against {against} answered other prompts; give both evaluations the same --data"
+            )
     results: dict[str, EvaluationResult] = {}
+    gains: dict[str, Estimate] = {}
+
+    def measure(name: str, prompts: Collection[int], right_above: float) -> None:
+        own, own_then = ([a for a in each if a.prompt in prompts] for each in (answers, earlier))
+        results[name] = evaluate(own, num_asked=len(prompts), right_above=right_above)
+        if grown := gain(own_then, own, right_above=right_above):
+            gains[name] = grown
+
     for held_out, sources in _rows(config):
         name, right_above = held_out.name or "val", held_out.right_above
-        own = [answer for answer in answers if answer.prompt in sources]
-        if not any(answer.reward is not None for answer in own):
+        scored = {answer.prompt for answer in answers if answer.reward is not None}
+        if not scored & sources.keys():
             raise ConfigError(f"no answer to {name} was scored: all its prompts are too long or were dropped")
-        results[name] = evaluate(own, num_asked=len(sources), right_above=right_above)
+        measure(name, sources, right_above)
         kinds = sorted(set(sources.values()))
         for kind in kinds if len(kinds) > 1 else ():
-            of_kind = [answer for answer in own if sources[answer.prompt] == kind]
-            if any(answer.reward is not None for answer in of_kind):
-                asked = sum(source == kind for source in sources.values())
-                results[f"{name}/{kind}"] = evaluate(of_kind, num_asked=asked, right_above=right_above)
-    return results
+            of_kind = {prompt for prompt, source in sources.items() if source == kind}
+            if scored & of_kind:
+                measure(f"{name}/{kind}", of_kind, right_above)
+    return results, gains
 
 
 def _rows(config: RunConfig) -> Iterator[tuple[HeldOutSet, dict[int, str]]]:
@@ -264,9 +300,17 @@ def _answers(file: Path) -> list[EvaluatedAnswer]:
     ]
 
 
-def table(results: Mapping[str, EvaluationResult]) -> str:
+def _prompts(file: Path) -> dict[int, str]:
+    import pyarrow.parquet
+
+    columns = pyarrow.parquet.read_table(file, columns=["prompt_id", "prompt"]).to_pydict()
+    return dict(zip(columns["prompt_id"], columns["prompt"], strict=True))
+
+
+def table(results: Mapping[str, EvaluationResult], gains: Mapping[str, Estimate] | None = None) -> str:
     """Formats the results as aligned lines, one per set."""
     rows = [["set", "prompts", "missing", "n", "reward", "avg@n", "pass@k", "maj@k", "tokens", "cut off"]]
+    rows[0] += ["gain"] if gains else []
     for name, result in results.items():
         rows.append(
             [
@@ -281,6 +325,7 @@ def table(results: Mapping[str, EvaluationResult]) -> str:
                 " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.majority_at.items()) or "-",
                 f"{result.length.value:.0f}",
                 f"{100 * result.cut.value:.1f}%",
+                *([_shown(gains[name], sign="+") if name in gains else "-"] if gains else []),
             ]
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -289,5 +334,5 @@ def table(results: Mapping[str, EvaluationResult]) -> str:
     )
 
 
-def _shown(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+def _shown(estimate: Estimate, sign: str = "") -> str:
+    return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
