@@ -346,7 +346,7 @@ def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
 
 
 def test_what_is_compiled_by_itself() -> None:
-    """On a GPU, where shared rows have no compiled form; what the file says stays."""
+    """Layers on a GPU, whatever ranks exchange; what the file says stays."""
 
     def chosen(*, on_gpu: bool = True, **changes: Any) -> object:
         config = run_config(Path("model"), **changes)
@@ -355,7 +355,8 @@ def test_what_is_compiled_by_itself() -> None:
     assert chosen() is True
     assert chosen(on_gpu=False) is False
     assert chosen(model={"lora": {"rank": 2}}) is True
-    assert chosen(learner={"world_size": 2, "context_parallel": 2}) is False
+    for exchange in ("context_parallel", "expert_parallel", "tensor_parallel"):
+        assert chosen(learner={"world_size": 2, exchange: 2}) is True
     assert chosen(actor={"compile": False}) is False
     assert chosen(actor={"compile": True}, on_gpu=False) is True
 

@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import transformers.modeling_flash_attention_utils as flash
 from pyarrow import parquet
 
 from paceline.cli.convert.convert import convert
@@ -70,6 +71,7 @@ if sys.argv[1] == "-c":
 folder = {folder!r}
 with open(folder + "/calls.jsonl", "a") as file:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("PYTHONPATH")
+    seen += (os.environ.get("VERL_USE_EXTERNAL_MODULES"),)
     file.write(json.dumps({{"argv": sys.argv[1:], "seen": seen, "cwd": os.getcwd()}}) + "\\n")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 open(folder + "/children", "a").write(str(child.pid) + "\\n")
@@ -103,23 +105,19 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
-def test_verl_gives_flash_attn_4_the_longest_sequence_as_a_number(program: ModuleType) -> None:
+def test_verl_gives_flash_attn_4_the_longest_sequence_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor in the key of a compiled kernel is never found again."""
-    asked = ["+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_4"]
-    environment = program.verl_side.environment_of(os.environ, asked)
-    assert "VERL_USE_EXTERNAL_MODULES" not in program.verl_side.environment_of(os.environ, ["trainer.a=b"])
-    lines = [
-        f"import {environment['VERL_USE_EXTERNAL_MODULES']}, torch",
-        "import transformers.modeling_flash_attention_utils as flash",
-        "positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4]])",
-        "for _ in range(2):",
-        "    bounds, longest = flash.prepare_fa_kwargs_from_position_ids(positions)",
-        "    print([type(number).__name__ for number in longest], longest[0], bounds[0].tolist())",
-        "print(flash.prepare_fa_kwargs_from_position_ids(positions[:, :3])[1])",
-    ]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert ended.stdout.splitlines() == ["['int', 'int'] 5 [0, 3, 5, 10]"] * 2 + ["(3, 3)"]
+    name = "prepare_fa_kwargs_from_position_ids"
+    monkeypatch.setattr(flash, name, getattr(flash, name))  # put back after the test
+    monkeypatch.syspath_prepend(str(source.ROOT / "benchmarks" / "verl_modules"))
+    monkeypatch.delitem(sys.modules, "verl_flash4", raising=False)
+    importlib.import_module("verl_flash4")
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4]])
+    for _ in range(2):
+        bounds, longest = getattr(flash, name)(positions)
+        assert [(type(number), number) for number in longest] == [(int, 5)] * 2
+        assert bounds[0].tolist() == [0, 3, 5, 10]
+    assert getattr(flash, name)(positions[:, :3])[1] == (3, 3)
 
 
 def arguments(program: ModuleType, *options: str) -> argparse.Namespace:
@@ -358,9 +356,15 @@ def test_the_sides_alternate_and_the_ratio_is_that_of_tokens(
     for call in stage.calls():
         assert call["argv"][:2] == ["-m", "verl.trainer.main_ppo"]
         assert call["argv"][-1] == "data.seed=1"
-        assert call["seen"] == ["4,5", None]
+        assert call["seen"] == ["4,5", None, None]
         assert call["cwd"] == str(stage.work / "verl_run")
     assert len(stage.calls()) == 2
+
+
+def test_verl_with_flash_attn_4_loads_the_module_for_it(stage: Stage) -> None:
+    assert stage.run("--rounds=1", "--verl-set=a.attn_implementation=flash_attention_4") == 0
+    (call,) = stage.calls()
+    assert call["seen"][1:] == [str(stage.program.verl_side.MODULES), "verl_flash4"]
 
 
 def test_nothing_of_a_side_stays_on_the_gpus(stage: Stage) -> None:

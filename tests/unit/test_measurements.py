@@ -48,6 +48,9 @@ def test_a_row_takes_the_place_of_the_one_that_measured_the_same(keep: Any, resu
 def test_a_new_row_comes_last_and_none_is_kept_without_a_name(keep: Any, results: Path) -> None:
     keep("pushes", None, 5.0)
     keep("pushes", "three", 3.0)
+    assert "3.0" in results.read_text()
+    keep("pushes", "three", 17_544.2)
+    assert '"number": 17540\n' in results.read_text().replace(",\n", "\n")
     assert [row["what"] for row in json.loads(results.read_text())["rows"]] == ["one", "two", "three"]
 
 

@@ -331,13 +331,6 @@ def test_the_compiler_drops_nothing_of_divided_experts_and_matrices() -> None:
     )  # states of the other rank
 
 
-@pytest.mark.parametrize("exchange", ["context_parallel", "expert_parallel", "tensor_parallel"])
-def test_layers_are_compiled_by_themselves_also_if_ranks_exchange(exchange: str) -> None:
-    run = run_of(learner={"world_size": 8, exchange: 2}, actor={"compile": "auto"})
-    assert run.with_compile(on_gpu=True).actor.compiles
-    assert not run.with_compile(on_gpu=False).actor.compiles
-
-
 def test_divided_matrices_go_with_adamw() -> None:
     learner = {"world_size": 8, "tensor_parallel": 2}
     for kind in ("muon", "adamw_8bit"):
