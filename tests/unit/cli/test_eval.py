@@ -103,7 +103,11 @@ def test_the_gain_since_an_earlier_evaluation(
     assert len(ASKED) == 2, "refused before anything is answered"
     monkeypatch.setattr(sys.modules[__name__], "PROMPT", "q")
     assert main(["eval", "my/model", *words, "--out", "others", "--against", "then"]) == 2
-    assert "answered other prompts" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "no gain since then, which answered other prompts" in err
+    assert "easy" in out
+    assert "gain" not in out
+    assert (folder / "others/evaluation.json").is_file(), "an hour's answers are not lost"
 
 
 def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

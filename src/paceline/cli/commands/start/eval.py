@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluates; returns the exit code."""
     die_with_parent()
-    if args.against and not (Path(args.against) / ANSWERS).is_file():
+    then = Path(args.against) / ANSWERS if args.against else None
+    if then and not then.is_file():
         raise ConfigError(f"--against {args.against} is no folder of an evaluation: it has no {ANSWERS}")
     sets = _sets(args.data)
     folder, step = _run_of(args.target)
@@ -115,13 +116,19 @@ def run(args: argparse.Namespace) -> int:
         code = train(settled.config, form=Form.PLAIN, remarks=[*settled.remarks, *notes(settled.config)])
     if code:
         return code
-    results, gains = _results(settled.config, out, Path(args.against) if args.against else None)
+    is_same = then is not None and _have_same_prompts(then, out / ANSWERS)
+    results, gains = _results(settled.config, out, _answers(then) if then and is_same else [])
     plain = {
         name: result.as_json() | ({"gain": asdict(gains[name])} if name in gains else {})
         for name, result in results.items()
     }
     (out / RESULTS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(plain, indent=2) if args.json else table(results, gains))
+    if then and not is_same:
+        raise ConfigError(
+            f"no gain since {args.against}, which answered other prompts; give both evaluations the "
+            "same --data"
+        )
     return 0
 
 
@@ -233,24 +240,14 @@ def _exported(folder: Path, step: str, out: Path) -> Path:
 
 
 def _results(
-    config: RunConfig, out: Path, against: Path | None = None
+    config: RunConfig, out: Path, earlier: Sequence[EvaluatedAnswer]
 ) -> tuple[dict[str, EvaluationResult], dict[str, Estimate]]:
     """Measures each set, and each data source in it if there are several; also returns gains by name.
 
     Args:
-        against: the folder of an earlier evaluation.
-
-    Raises:
-        ConfigError: nothing was scored, or the earlier evaluation had other prompts.
+        earlier: answers to the same prompts from an earlier evaluation, if any.
     """
-    answers, earlier = _answers(out / ANSWERS), []
-    if against is not None:
-        earlier = _answers(against / ANSWERS)
-        texts, texts_then = _prompts(out / ANSWERS), _prompts(against / ANSWERS)
-        if any(texts[prompt] != texts_then[prompt] for prompt in texts.keys() & texts_then.keys()):
-            raise ConfigError(
-                f"--against {against} answered other prompts; give both evaluations the same --data"
-            )
+    answers = _answers(out / ANSWERS)
     results: dict[str, EvaluationResult] = {}
     gains: dict[str, Estimate] = {}
 
@@ -300,11 +297,12 @@ def _answers(file: Path) -> list[EvaluatedAnswer]:
     ]
 
 
-def _prompts(file: Path) -> dict[int, str]:
+def _have_same_prompts(*files: Path) -> bool:
     import pyarrow.parquet
 
-    columns = pyarrow.parquet.read_table(file, columns=["prompt_id", "prompt"]).to_pydict()
-    return dict(zip(columns["prompt_id"], columns["prompt"], strict=True))
+    tables = [pyarrow.parquet.read_table(file, columns=["prompt_id", "prompt"]).to_pydict() for file in files]
+    first, second = (dict(zip(each["prompt_id"], each["prompt"], strict=True)) for each in tables)
+    return all(first[prompt] == second[prompt] for prompt in first.keys() & second.keys())
 
 
 def table(results: Mapping[str, EvaluationResult], gains: Mapping[str, Estimate] | None = None) -> str:
