@@ -48,12 +48,12 @@ are compiled. Micro-batches and recomputation are chosen for the fastest update 
 
 `paceline plan CONFIG` compares the layouts with an estimate of each phase; with `--gpus 4xH100` it needs no
 GPU. The estimate is within 20 % of 28 timed runs of 0.5B to 32B on H100s and H200s, for update and complete
-step, and for the generation of the 24 strict ones (`tests/unit/test_step_time.py`). It assumes that all
-answers have the maximum length, unless `--response-tokens` gives their average length. Times on other cards
-are scaled by the rates that their vendors publish. If the run would be a tenth faster with samples that may
-be one version old (`barrier.mode: bounded`), one more line says so. After three warm steps `paceline train`
-prints their times, the times expected for answers of their length, and where to look if a phase is slower
-by a third.
+step, for the generation of the 24 strict ones, and for nine updates with rows of 32,768 to 131,072 tokens
+(`tests/unit/test_step_time.py`). It assumes that all answers have the maximum length, unless
+`--response-tokens` gives their average length. Times on other cards are scaled by the rates that their
+vendors publish. If the run would be a tenth faster with samples that may be one version old (`barrier.mode:
+bounded`), one more line says so. After three warm steps `paceline train` prints their times, the times
+expected for answers of their length, and where to look if a phase is slower by a third.
 
 ## Make it fit
 

@@ -107,6 +107,41 @@ def changed(timed: Timed, **sections: dict[str, Any]) -> StepTime:
     return StepTime.of(parse(RunConfig, tree), shape, CARDS[timed.card])
 
 
+@pytest.mark.parametrize(
+    ("card", "length", "exchange", "compiled", "seconds"),
+    [
+        ("H100", 32_768, {}, False, 12.24),
+        ("H200", 32_768, {}, False, 11.91),
+        ("H100", 32_768, {"context_parallel": 2}, False, 12.94),
+        ("H200", 32_768, {"context_parallel": 2}, False, 12.30),
+        ("H200", 32_768, {"context_parallel": 2}, True, 11.22),
+        ("H200", 32_768, {"tensor_parallel": 2}, False, 12.74),
+        ("H200", 32_768, {"tensor_parallel": 2}, True, 11.77),
+        ("H100", 65_536, {"context_parallel": 2}, False, 2 * 8.78),
+        ("H100", 131_072, {"context_parallel": 2}, False, 2 * 26.75),
+    ],
+)
+def test_updates_of_long_rows_are_estimated_to_a_fifth(
+    card: str, length: int, exchange: dict[str, int], compiled: bool, seconds: float
+) -> None:
+    """3B on two GPUs, everything recomputed: eight rows; of the longer ones four, twice what was timed."""
+    timed = Timed(
+        shape="3B",
+        card=card,
+        gpus=2,
+        prompts=2,
+        samples=4 if length == 32_768 else 2,
+        prompt=1024,
+        response=length - 1024,
+        micro_batch=length // 2 if exchange else length,
+        compiled=compiled,
+        memory=KEPT | {"recompute": "full"},
+        seconds=(0.0, seconds, 0.0),
+    )
+    update = changed(timed, actor={"ppo_mini_batch_size": 2}, learner=exchange).update
+    assert update == pytest.approx(seconds, rel=0.2)
+
+
 def test_what_a_setting_costs() -> None:
     timed = TIMED["3B"]
     base = changed(timed)

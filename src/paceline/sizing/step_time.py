@@ -314,7 +314,7 @@ class _Batch:
         shape, compiled = self.shape, self.config.actor.compiles
         computed, scored = self._tokens
         pairs = self.prompt + self.response / 2
-        layers = 2 * shape.active_layers + 2 * shape.num_layers * shape.attention_width * pairs
+        layers = 2 * shape.active_layers + 4 * shape.num_layers * shape.attention_width * pairs
         head = 2 * shape.vocab * shape.hidden
         if self.config.model.lora is not None and forward > 1.0:
             forward -= 1.0  # frozen matrices have no gradient of their own
