@@ -169,6 +169,28 @@ def test_gsm8k_starts_from_what_its_fine_tuning_writes() -> None:
     assert FOLDER.parents[1] / sft.sft.output / "config.json" == _module("learn").START
 
 
+def test_trained_models_are_held_against_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = _module("learn")
+    commands: list[list[str]] = []
+
+    def answered(name: str, command: list[str], log: Path) -> None:
+        commands.append(command)
+        folder = Path(command[command.index("--out") + 1])
+        folder.mkdir()
+        (folder / "evaluation.json").write_text("{}")
+
+    monkeypatch.setattr(learn, "run", answered)
+    args = argparse.Namespace(out=tmp_path, n=8, overrides=["rollout.replicas=2", "actor.optim.lr=1"])
+    for name in ("before", "seed-0"):
+        assert learn.evaluated(args, name, tmp_path / "target") == {}
+    before, after = commands
+    assert "--against" not in before
+    assert after[after.index("--against") + 1] == str(tmp_path / "eval-before")
+    assert before[-1] == after[-1] == "rollout.replicas=2"
+
+
 def test_the_tables_of_what_was_learned() -> None:
     learn = _module("learn")
 
@@ -179,9 +201,12 @@ def test_the_tables_of_what_was_learned() -> None:
             "val": {"right": estimate, "pass_at": votes, "length": {"value": 6.4}, "cut": {"value": 0.02}}
         }
 
-    assert learn.table({"before": measured(0.1), "seed 0": measured(0.5)}).splitlines()[2:] == [
+    trained = measured(0.5)
+    trained["val"]["gain"] = {"value": 0.4, "low": 0.38, "high": 0.42}
+    assert learn.table({"before": measured(0.1), "seed 0": trained}).splitlines()[2:] == [
         "| val | avg@8 | 10.0 [5.0, 15.0] | 50.0 [45.0, 55.0] |",
         "| val | pass@8 | 90.0 [80.0, 100.0] | 90.0 [80.0, 100.0] |",
+        "| val | gain in avg@8 |  | 40.0 [38.0, 42.0] |",
         "| val | tokens, cut off | 6, 2.0% | 6, 2.0% |",
     ]
     steps = [
