@@ -4,7 +4,7 @@
         [--stores 0 1] [--staleness 1]
 
 Makes a run of a few steps per size: real controller, reward service with a trivial function, Redis, and
-rollout servers (apps, samplers, mailboxes; in a few processes) with engines that answer at once, with words.
+rollout servers (apps, samplers, mailboxes; in a few processes) with engines that draw words at once.
 The learner reads each `TrainOrder`, fetches its trajectories, checks their digests and answers. The rest of a
 step is the cost of services and broker. With --staleness, the servers draw samples of the next steps
 meanwhile. With --kill-store, a blob store is killed in the middle of step 2, and started again without its

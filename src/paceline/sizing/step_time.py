@@ -314,6 +314,7 @@ class _Batch:
         shape, compiled = self.shape, self.config.actor.compiles
         computed, scored = self._tokens
         pairs = self.prompt + self.response / 2
+        # Attention: two operations for each channel of a key, and two for each of a value.
         layers = 2 * shape.active_layers + 4 * shape.num_layers * shape.attention_width * pairs
         head = 2 * shape.vocab * shape.hidden
         if self.config.model.lora is not None and forward > 1.0:

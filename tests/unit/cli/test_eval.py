@@ -19,6 +19,31 @@ from paceline.sizing.placement import Settled
 
 ASKED: list[RunConfig] = []
 RIGHT, PROMPT = 1, "p"
+OF_RUN = {
+    "data": {
+        "train_files": ["t.jsonl"],
+        "val_files": ["easy.jsonl"],
+        "val_max_prompts": 1,
+        "val_sets": {
+            "hard": {
+                "files": ["hard.jsonl"],
+                "n": 4,
+                "top_p": 0.9,
+                "right_above": 1,
+                "max_prompts": 1,
+                "every": 3,
+                "reward": {"functions": [{"name": "own.py:f"}]},
+            }
+        },
+        "prompt_key": "prompt",
+    },
+    "model": {"path": "start", "dtype": "bfloat16", "lora": {"rank": 4}},
+    "rollout": {"val": {"n": 2, "temperature": 1.0}},
+    "reward": {"functions": [{"name": "math_verify"}]},
+    "actor": {"use_kl_loss": True},
+    "algorithm": {"adv_estimator": "gae"},
+    "trainer": {"total_steps": 9},
+}
 
 
 def answered(config: RunConfig, **_: Any) -> int:
@@ -144,37 +169,12 @@ def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "cannot read configuration none.yaml" in capsys.readouterr().err
 
 
-def test_a_run_at_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def exported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int, str]]:
+    """The run `mine`, and the checkpoints of it that are exported."""
     run = folder / "runs" / "mine"
     run.mkdir(parents=True)
-    resolved = {
-        "data": {
-            "train_files": ["t.jsonl"],
-            "val_files": ["easy.jsonl"],
-            "val_max_prompts": 1,
-            "val_sets": {
-                "hard": {
-                    "files": ["hard.jsonl"],
-                    "n": 4,
-                    "top_p": 0.9,
-                    "right_above": 1,
-                    "max_prompts": 1,
-                    "every": 3,
-                    "reward": {"functions": [{"name": "own.py:f"}]},
-                }
-            },
-            "prompt_key": "prompt",
-        },
-        "model": {"path": "start", "dtype": "bfloat16", "lora": {"rank": 4}},
-        "rollout": {"val": {"n": 2, "temperature": 1.0}},
-        "reward": {"functions": [{"name": "math_verify"}]},
-        "actor": {"use_kl_loss": True},
-        "algorithm": {"adv_estimator": "gae"},
-        "trainer": {"total_steps": 9},
-    }
-    (run / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
+    (run / "config.resolved.yaml").write_text(yaml.safe_dump(OF_RUN))
     exported: list[tuple[Path, int, str]] = []
 
     def export(run_folder: Path, step: int, out: Path, *, says_so: bool) -> int:
@@ -184,8 +184,14 @@ def test_a_run_at_a_step(
 
     monkeypatch.setattr(command, "chosen_step", lambda run_folder, step: int(step))
     monkeypatch.setattr(command, "export_step", export)
+    return exported
+
+
+def test_a_run_at_a_step(
+    folder: Path, exported: list[tuple[Path, int, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", "mine@7"]) == 0
-    assert exported == [(run, 7, "mine-7.step_7")]
+    assert exported == [(folder / "runs" / "mine", 7, "mine-7.step_7")]
     (config,) = ASKED
     assert config.model.path.endswith("mine-7.step_7")
     assert (config.model.lora, config.model.dtype, config.actor.use_kl_loss) == (None, "bfloat16", False)
@@ -199,6 +205,10 @@ def test_a_run_at_a_step(
     ]
     results = json.loads((folder / "runs/evaluations/mine-7/evaluation.json").read_text())
     assert (results["val"]["right"]["value"], results["hard"]["right"]["value"]) == (0.5, 0.0)
+
+
+@pytest.mark.usefixtures("exported")
+def test_options_hold_for_all_sets_of_a_run() -> None:
     again = ["--n", "3", "--temperature", "0.5", "--right-above", "0.2", "--out", "again"]
     assert main(["eval", "mine@7", *again]) == 0
     values = [(s.n, s.temperature, s.right_above, s.top_p) for s in ASKED[-1].held_out_sets]

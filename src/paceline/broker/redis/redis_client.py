@@ -137,8 +137,8 @@ class RedisClient:
         """Runs a script by its hash; sends its text to a server that does not know it.
 
         Args:
-            before: commands that run immediately before the script. If the writer, the connection or the
-                server ends in between, none of them has been carried out.
+            before: commands that run immediately before the script, in a transaction with it: a writer, a
+                connection or a server that dies leaves both or neither. They stay if the script refuses.
         """
         words = (len(keys), *keys, *arguments)
         name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

@@ -160,8 +160,8 @@ def gain(
 ) -> Estimate | None:
     """Returns by how much the share of right answers has grown, prompt by prompt.
 
-    Both evaluations answered the same prompts, so how hard those are has no part in the interval. It is
-    narrower than those of the two shares, which may overlap although the gain is certain.
+    Some prompts are harder than others, which widens the intervals of both shares, but not that of the gain:
+    it may lie above 0 although the other two overlap.
 
     Returns None if no prompt has a scored answer in both.
     """

@@ -297,10 +297,11 @@ def _answers(file: Path) -> list[EvaluatedAnswer]:
     ]
 
 
-def _have_same_prompts(*files: Path) -> bool:
+def _have_same_prompts(then: Path, now: Path) -> bool:
     import pyarrow.parquet
 
-    tables = [pyarrow.parquet.read_table(file, columns=["prompt_id", "prompt"]).to_pydict() for file in files]
+    columns = ["prompt_id", "prompt"]
+    tables = [pyarrow.parquet.read_table(file, columns=columns).to_pydict() for file in (then, now)]
     first, second = (dict(zip(each["prompt_id"], each["prompt"], strict=True)) for each in tables)
     return all(first[prompt] == second[prompt] for prompt in first.keys() & second.keys())
 
